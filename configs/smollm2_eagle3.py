@@ -1,0 +1,45 @@
+"""The default drafter: EAGLE-3 kind for SmolLM2-135M-Instruct.
+
+  python train.py --config configs/smollm2_eagle3.py \\
+      --config.data="('train-000.jsonl','train-001.jsonl')" \\
+      --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle3
+
+Hardware: 2 CPU cores. Data: chats answered by the target itself.
+"""
+
+from eagle_jax.training.loop import TrainConfig
+
+
+def get_config() -> TrainConfig:
+  return TrainConfig(
+    target="smollm2-135m-instruct",
+    data=(),
+    heldout=(),
+    out="runs/smollm2_eagle3",
+    kind="eagle3",
+    taps=(),
+    draft_vocab_size=8192,
+    init="last_layer",
+    train_head=False,
+    row_length=512,
+    batch_size=1,
+    epochs=4,
+    max_chats=0,
+    features="cached",
+    unroll_steps=3,
+    step_decay=0.8,
+    feature_weight=1.0,
+    vocabulary_weight=0.1,
+    feature_noise=0.0,
+    learning_rate=1e-3,
+    warmup_steps=100,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.01,
+    clip_norm=1.0,
+    eval_every=250,
+    eval_rows=30,
+    save_every=100,
+    seed=0,
+    dtype="float32",
+  )

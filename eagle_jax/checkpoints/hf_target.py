@@ -1,0 +1,186 @@
+"""Targets from Hugging Face folders: config.json + safetensors."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.checkpoints import tensors
+from eagle_jax.checkpoints.tensors import Rule
+from eagle_jax.config import RopeScaling, TargetConfig
+from eagle_jax.errors import InputError
+from eagle_jax.models import masks
+from eagle_jax.models.target import Target
+
+_LAYER = r"(?:model\.)?layers\.(\d+)\."
+RULES = [
+  Rule(r"(?:model\.)?embed_tokens\.weight", "embed_tokens/embedding"),
+  Rule(
+    _LAYER + r"self_attn\.([qkvo])_proj\.weight",
+    r"layers_\1/self_attn/\2_proj/kernel",
+    transpose=True,
+  ),
+  Rule(
+    _LAYER + r"self_attn\.([qkv])_proj\.bias",
+    r"layers_\1/self_attn/\2_proj/bias",
+  ),
+  Rule(
+    _LAYER + r"self_attn\.([qk])_norm\.weight",
+    r"layers_\1/self_attn/\2_norm/scale",
+  ),
+  Rule(
+    _LAYER + r"mlp\.(gate|up|down)_proj\.weight",
+    r"layers_\1/mlp/\2_proj/kernel",
+    transpose=True,
+  ),
+  Rule(
+    _LAYER + r"(input|post_attention)_layernorm\.weight",
+    r"layers_\1/\2_layernorm/scale",
+  ),
+  Rule(r"(?:model\.)?norm\.weight", "norm/scale"),
+  Rule(r"lm_head\.weight", "lm_head/embedding"),
+]
+# Buffers of old transformers versions, recomputed from the config.
+_BUFFERS = r".*rotary_emb\.inv_freq"
+
+FAMILIES = {
+  "llama": {},
+  "mistral": {},
+  "qwen2": {"qkv_bias": True},
+  "qwen3": {"qk_norm": True},
+}
+
+
+def rope_scaling(raw: dict | None) -> RopeScaling | None:
+  """The `rope_scaling` (or new `rope_parameters`) entry of a config.json."""
+  if not raw:
+    return None
+  kind = raw.get("rope_type", raw.get("type", "default"))
+  if kind == "default":
+    return None
+  if kind == "linear":
+    return RopeScaling("linear", float(raw["factor"]))
+  original = raw.get("original_max_position_embeddings")
+  if kind == "llama3":
+    return RopeScaling(
+      "llama3",
+      float(raw["factor"]),
+      original_max_positions=original,
+      low_freq_factor=float(raw["low_freq_factor"]),
+      high_freq_factor=float(raw["high_freq_factor"]),
+    )
+  if kind == "yarn":
+    factor = float(raw["factor"])
+    attention = raw.get("attention_factor") or 0.1 * np.log(factor) + 1.0
+    return RopeScaling(
+      "yarn",
+      factor,
+      original_max_positions=original,
+      beta_fast=float(raw.get("beta_fast") or 32),
+      beta_slow=float(raw.get("beta_slow") or 1),
+      attention_factor=float(attention),
+    )
+  raise InputError(
+    f"rope scaling {kind!r} is not supported: linear, llama3 and yarn are"
+  )
+
+
+def target_config(
+  raw: dict, dtype: str, where: str = "config.json"
+) -> TargetConfig:
+  """A Hugging Face config -> ours; refuses what we would compute wrongly."""
+  family = raw.get("model_type")
+  if family not in FAMILIES:
+    raise InputError(
+      f"{where}: model_type {family!r} is not supported: use one of"
+      f" {', '.join(FAMILIES)}"
+    )
+  if raw.get("hidden_act", "silu") != "silu":
+    raise InputError(
+      f"{where}: hidden_act {raw['hidden_act']!r} is not supported: only silu"
+    )
+  if raw.get("mlp_bias"):
+    raise InputError(f"{where}: mlp_bias true is not supported")
+  try:
+    heads = raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = raw.get("rope_theta", rope.get("rope_theta", 10000.0))
+    scaling = rope_scaling(rope)
+    if scaling and not scaling.original_max_positions:
+      scaling = dataclasses.replace(
+        scaling, original_max_positions=raw["max_position_embeddings"]
+      )
+    windowed = raw.get("use_sliding_window", family == "mistral")
+    switches = {
+      "qkv_bias": bool(raw.get("attention_bias", False))
+    } | FAMILIES[family]
+    return TargetConfig(
+      family=family,
+      vocab_size=raw["vocab_size"],
+      num_layers=raw["num_hidden_layers"],
+      tied_head=bool(raw.get("tie_word_embeddings", False)),
+      hidden_size=raw["hidden_size"],
+      mlp_size=raw["intermediate_size"],
+      num_heads=heads,
+      num_kv_heads=raw.get("num_key_value_heads") or heads,
+      head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
+      norm_eps=float(raw["rms_norm_eps"]),
+      rope_theta=float(theta),
+      max_positions=raw["max_position_embeddings"],
+      rope_scaling=scaling,
+      sliding_window=raw.get("sliding_window") if windowed else None,
+      dtype=dtype,
+      **switches,
+    )
+  except KeyError as e:
+    raise InputError(f"{where}: field {e} is missing") from None
+
+
+def parameter_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+  """Path -> shape of every parameter, without allocating any."""
+  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  attend = masks.Attend(own=masks.Itself())
+  tree = jax.eval_shape(
+    lambda t: Target(config).init(jax.random.key(0), t, t, attend, None), ids
+  )["params"]
+  return {p: a.shape for p, a in tensors.flatten(tree).items()}
+
+
+def read_config(folder: pathlib.Path) -> dict:
+  file = folder / "config.json"
+  try:
+    return json.loads(file.read_text())
+  except FileNotFoundError:
+    raise InputError(
+      f"{file} does not exist: give the folder of a Hugging Face model"
+    ) from None
+  except json.JSONDecodeError as e:
+    raise InputError(f"{file}: not valid JSON ({e})") from None
+
+
+def load(
+  folder: pathlib.Path, dtype: str, put=jnp.asarray
+) -> tuple[TargetConfig, dict]:
+  """Config and parameters of a target, read tensor by tensor.
+
+  Args:
+    folder: a Hugging Face model folder.
+    dtype: "float32" or "bfloat16", of the weights and the arithmetic.
+    put: moves one numpy array to its device (or shards).
+  """
+  config = target_config(
+    read_config(folder), dtype, str(folder / "config.json")
+  )
+  ignored = _BUFFERS + (r"|lm_head\.weight" if config.tied_head else "")
+  params = tensors.load(
+    tensors.read_all(tensors.files_of(folder)),
+    RULES,
+    parameter_shapes(config),
+    ignored,
+    lambda a: put(np.ascontiguousarray(a.astype(jnp.dtype(dtype)))),
+    str(folder),
+  )
+  return config, params

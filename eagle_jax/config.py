@@ -1,0 +1,102 @@
+"""Static descriptions of networks, trees and runs: plain dataclasses.
+
+Every size that shapes a compiled program is a named field here; nothing in
+the maths carries a default of its own.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Rotary frequency scaling, by the names of Hugging Face configs.
+
+  kind: "linear", "llama3" or "yarn"; the other fields belong to the kind
+  that reads them (`models.layers.rope_frequencies`).
+  """
+
+  kind: str
+  factor: float
+  original_max_positions: int = 0
+  low_freq_factor: float = 0.0
+  high_freq_factor: float = 0.0
+  beta_fast: float = 0.0
+  beta_slow: float = 0.0
+  attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+  """What one decoder layer needs to know; targets and drafters share it."""
+
+  hidden_size: int  # D
+  mlp_size: int  # F
+  num_heads: int  # N
+  num_kv_heads: int  # K
+  head_size: int  # H
+  norm_eps: float
+  rope_theta: float
+  max_positions: int
+  rope_scaling: RopeScaling | None = None
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  sliding_window: int | None = None
+  dtype: str = "float32"  # of the arithmetic; softmax and scores are float32
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_heads {self.num_heads} is not a multiple of num_kv_heads"
+        f" {self.num_kv_heads}: query heads share kv heads evenly"
+      )
+    if self.head_size % 2:
+      raise ValueError(
+        f"head_size {self.head_size} is odd: rotary pairs need an even one"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig(LayerConfig):
+  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3)."""
+
+  family: str = dataclasses.field(kw_only=True)
+  vocab_size: int = dataclasses.field(kw_only=True)  # V
+  num_layers: int = dataclasses.field(kw_only=True)
+  tied_head: bool = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(LayerConfig):
+  """A drafter: one decoder layer over (feature, token) pairs.
+
+  kind "eagle": reads the feature after the target's final norm, scores with
+    the target's head (EAGLE-1/2).
+  kind "eagle3": reads the inputs of the target layers `taps`, fused by one
+    matrix, and has a norm and a head of its own (EAGLE-3).
+  draft_noise: strength s of the shared Gumbel noise in drafting, calibrated
+    after training (`bench.calibrate`); 0 drafts by probability alone.
+  """
+
+  kind: str = dataclasses.field(kw_only=True)
+  vocab_size: int = dataclasses.field(kw_only=True)  # V
+  draft_vocab_size: int = dataclasses.field(kw_only=True)  # W
+  taps: tuple[int, ...] = ()
+  fc_bias: bool = False
+  draft_noise: float = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.kind not in ("eagle", "eagle3"):
+      raise ValueError(
+        f"drafter kind {self.kind!r} is unknown: use 'eagle' or 'eagle3'"
+      )
+    if (self.kind == "eagle3") != bool(self.taps):
+      raise ValueError(
+        f"taps {self.taps} do not fit kind {self.kind!r}: 'eagle3' reads"
+        " tapped layers, 'eagle' reads the final feature only"
+      )
+    if not 0 < self.draft_vocab_size <= self.vocab_size:
+      raise ValueError(
+        f"draft_vocab_size {self.draft_vocab_size} is outside 1.."
+        f"{self.vocab_size}, the target's vocabulary"
+      )

@@ -1,0 +1,1 @@
+"""What networks compute. Knows nothing of trees, sampling or files."""

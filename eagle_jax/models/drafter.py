@@ -1,0 +1,109 @@
+"""The drafter: one decoder layer that regresses the target's next state.
+
+Row t reads the pair (feature of token t, token t+1) and predicts the feature
+of token t+1, whose head scores token t+2. The token removes the randomness of
+the draw: the next feature is a function of the pair and the past, so the
+drafter regresses a value instead of guessing a sample (EAGLE, arXiv
+2401.15077, section 3).
+
+  kind "eagle"                         kind "eagle3" (arXiv 2503.01840)
+  x = fc([emb, f])                     g = fc([tap0, tap1, tap2])
+  x += attn(x)                         x = g + attn([norm(emb), norm(g)])
+  x += mlp(norm(x))                    x += mlp(norm(x))
+  logits = target_head(x)              logits = head(norm(x))
+  fed back: x                          fed back: x, before the norm
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from eagle_jax.config import DrafterConfig
+from eagle_jax.models import layers, masks
+from eagle_jax.models.kv_cache import KV, Cache
+
+
+class Drafter(nn.Module):
+  """Parameters `embed_tokens` are the target's; so is `lm_head`, cut to the
+  draft vocabulary, for kind "eagle"."""
+
+  config: DrafterConfig
+
+  def setup(self):
+    c = self.config
+    self.embed_tokens = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
+    self.fc = layers.Dense(c.hidden_size, c.dtype, c.fc_bias)
+    self.self_attn = layers.Attention(c)
+    self.mlp = layers.MLP(c)
+    self.post_attention_layernorm = layers.RMSNorm(c.norm_eps)
+    self.lm_head = layers.Embed(c.draft_vocab_size, c.hidden_size, c.dtype)
+    if c.kind == "eagle3":
+      self.input_layernorm = layers.RMSNorm(c.norm_eps)
+      self.hidden_norm = layers.RMSNorm(c.norm_eps)
+      self.norm = layers.RMSNorm(c.norm_eps)
+
+  def fuse(self, features: Array) -> Array:
+    """True target features -> [B, T, D], what a drafted row feeds back.
+
+    Args:
+      features: [B, T, D] ("eagle": the final feature) or [B, T, taps * D].
+    """
+    return self.fc(features) if self.config.kind == "eagle3" else features
+
+  def __call__(
+    self,
+    tokens: Array,
+    features: Array,
+    positions: Array,
+    attend: masks.Attend,
+    prefix: KV | None,
+    earlier: KV | None,
+    steps: tuple[KV, ...],
+  ) -> tuple[Array, KV]:
+    """One draft pass over T pairs.
+
+    Args:
+      tokens: int32[B, T], the token after each feature's own.
+      features: [B, T, D], fused true ones or outputs of an earlier pass.
+      positions: int32[B, T], of the features (one less than the tokens').
+      attend: who sees whom.
+      prefix, earlier, steps: keys and values of other rows (`masks`).
+
+    Returns:
+      out [B, T, D], fed back as the next feature, and the rows made.
+    """
+    c = self.config
+    if c.sliding_window is not None:
+      attend = attend.replace(window=c.sliding_window)
+    embedded = self.embed_tokens(tokens)
+    if c.kind == "eagle3":
+      x = features
+      h = jnp.concatenate(
+        [self.input_layernorm(embedded), self.hidden_norm(features)], -1
+      )
+    else:
+      x = h = self.fc(jnp.concatenate([embedded, features], -1))
+    h, rows = self.self_attn(h, positions, attend, prefix, earlier, steps)
+    x += h
+    return x + self.mlp(self.post_attention_layernorm(x)), rows
+
+  def feature(self, out: Array) -> Array:
+    """The prediction of the target's feature (the head's input)."""
+    return self.norm(out) if self.config.kind == "eagle3" else out
+
+  def logits(self, out: Array) -> Array:
+    """float32[..., W] over the draft vocabulary."""
+    return self.lm_head.scores(self.feature(out))
+
+  def everything(self, tokens, features, positions) -> Array:
+    """Touches every parameter: for `init` and shape checks."""
+    attend = masks.Attend(own=masks.Causal())
+    out, _ = self(
+      tokens, self.fuse(features), positions, attend, None, None, ()
+    )
+    return self.logits(out)
+
+
+def one_layer(rows: KV) -> Cache:
+  """A drafter has one layer; the cache functions take a tuple of layers."""
+  return (rows,)

@@ -1,0 +1,288 @@
+"""The pieces that targets and drafters share. Pure; softmax in float32."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from eagle_jax.config import LayerConfig
+from eagle_jax.models import masks
+from eagle_jax.models.kv_cache import KV
+
+_INIT = nn.initializers.normal(0.02)
+
+
+def precision(dtype) -> jax.lax.Precision | None:
+  """float32 means float32: TPUs and Hopper default to fewer bits."""
+  exact = jnp.dtype(dtype) == jnp.float32
+  return jax.lax.Precision.HIGHEST if exact else None
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+  """Root-mean-square norm (arXiv 1910.07467), computed in float32."""
+  wide = x.astype(jnp.float32)
+  variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale.astype(
+    x.dtype
+  )
+
+
+def rope_frequencies(config: LayerConfig) -> tuple[np.ndarray, float]:
+  """Rotary frequencies float32[H/2] and the factor on cos and sin.
+
+  Scalings: linear (arXiv 2306.15595), llama3 (Llama 3.1's low-frequency
+  stretch), yarn (arXiv 2309.00071).
+  """
+  H, theta, scaling = (
+    config.head_size,
+    config.rope_theta,
+    config.rope_scaling,
+  )
+  freq = 1.0 / theta ** (np.arange(0, H, 2, dtype=np.float32) / H)
+  if scaling is None:
+    return freq.astype(np.float32), 1.0
+  if scaling.kind == "linear":
+    return (freq / scaling.factor).astype(np.float32), 1.0
+  original = scaling.original_max_positions
+  if scaling.kind == "llama3":
+    turns = original * freq / (2 * math.pi)  # over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    freq = keep * freq + (1 - keep) * freq / scaling.factor
+    return freq.astype(np.float32), 1.0
+  if scaling.kind == "yarn":
+
+    def dimension(turns: float) -> float:
+      """Where a pair turns that often over the original context."""
+      return (
+        H * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+      )
+
+    low = max(math.floor(dimension(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension(scaling.beta_slow)), H - 1)
+    ramp = (np.arange(H // 2) - low) / max(high - low, 0.001)
+    keep = 1 - np.clip(ramp, 0.0, 1.0)
+    freq = keep * freq + (1 - keep) * freq / scaling.factor
+    return freq.astype(np.float32), scaling.attention_factor
+  raise ValueError(
+    f"rope scaling {scaling.kind!r} is unknown: linear, llama3 and yarn are"
+    " supported"
+  )
+
+
+def rotate(x: Array, positions: Array, config: LayerConfig) -> Array:
+  """Rotary embedding (arXiv 2104.09864), rotate-half pairing.
+
+  Args:
+    x: [B, T, heads, H].
+    positions: int32[B, T].
+  """
+  freq, factor = rope_frequencies(config)
+  angles = positions[..., None].astype(jnp.float32) * freq  # [B, T, H/2]
+  cos = (jnp.cos(angles) * factor)[:, :, None]
+  sin = (jnp.sin(angles) * factor)[:, :, None]
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(
+    x.dtype
+  )
+
+
+def attention(
+  q: Array,
+  own: KV,
+  positions: Array,
+  attend: masks.Attend,
+  prefix: KV | None,
+  earlier: KV | None,
+  steps: tuple[KV, ...],
+) -> Array:
+  """One softmax over all blocks of keys that a query sees.
+
+  Args:
+    q: [B, T, N, H] after rotary embedding.
+    own: rows of this call, [B, K, T, H].
+    positions: int32[B, T] of the queries.
+    attend: who sees whom.
+    prefix: the layer's cache, [B, K, S, H], or None.
+    earlier: uncommitted rows [B, K, X, H], or None.
+    steps: rows [B, K, T, H] each, row t seen by query t alone.
+
+  Returns:
+    [B, T, N, H].
+  """
+  B, T, N, H = q.shape
+  K = own.k.shape[1]
+  exact = precision(q.dtype)
+  q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
+  scale = H**-0.5
+
+  def against(keys: Array, visible: Array) -> Array:
+    scores = jnp.einsum(
+      "BKGTH,BKSH->BKGTS",
+      q,
+      keys,
+      precision=exact,
+      preferred_element_type=jnp.float32,
+    )
+    return jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+
+  def against_same_row(keys: Array) -> Array:
+    scores = jnp.einsum(
+      "BKGTH,BKTH->BKGT",
+      q,
+      keys,
+      precision=exact,
+      preferred_element_type=jnp.float32,
+    )
+    return scores[..., None] * scale
+
+  def over(weights: Array, values: Array) -> Array:
+    return jnp.einsum(
+      "BKGTS,BKSH->BKGTH",
+      weights.astype(values.dtype),
+      values,
+      precision=exact,
+      preferred_element_type=jnp.float32,
+    )
+
+  def over_same_row(weights: Array, values: Array) -> Array:
+    return (weights * values[:, :, None]).astype(jnp.float32)
+
+  # (scores, how its weights meet the values, the values) a block
+  blocks = []
+  if attend.length is not None:
+    visible = masks.prefix_mask(attend, positions, prefix.k.shape[2])
+    blocks.append((against(prefix.k, visible), over, prefix.v))
+  if attend.earlier is not None:
+    visible = masks.block_mask(attend.earlier, positions, attend.window)
+    blocks.append((against(earlier.k, visible), over, earlier.v))
+  for row in steps:
+    blocks.append((against_same_row(row.k), over_same_row, row.v))
+  if isinstance(attend.own, masks.Itself):
+    blocks.append((against_same_row(own.k), over_same_row, own.v))
+  else:
+    visible = masks.block_mask(attend.own, positions, attend.window)
+    blocks.append((against(own.k, visible), over, own.v))
+
+  # Every query sees at least itself, so the softmax never meets a row of
+  # nothing but -inf.
+  weights = jax.nn.softmax(
+    jnp.concatenate([scores for scores, _, _ in blocks], axis=-1), axis=-1
+  )
+  ends = np.cumsum([scores.shape[-1] for scores, _, _ in blocks])[:-1]
+  out = sum(
+    meet(part, values)
+    for part, (_, meet, values) in zip(
+      jnp.split(weights, ends, axis=-1), blocks, strict=True
+    )
+  )
+  out = out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+  return out.astype(q.dtype)
+
+
+class Dense(nn.Module):
+  """x @ kernel (+ bias); kernel [in, out]."""
+
+  features: int
+  dtype: str
+  use_bias: bool
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    kernel = self.param("kernel", _INIT, (x.shape[-1], self.features))
+    y = jnp.matmul(
+      x, kernel.astype(self.dtype), precision=precision(self.dtype)
+    )
+    if self.use_bias:
+      bias = self.param("bias", nn.initializers.zeros, (self.features,))
+      y += bias.astype(self.dtype)
+    return y
+
+
+class RMSNorm(nn.Module):
+  eps: float
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+    return rms_norm(x, scale, self.eps)
+
+
+class Embed(nn.Module):
+  """A table [V, D]: rows for ids in, scores against all rows out."""
+
+  num_rows: int
+  width: int
+  dtype: str
+
+  def setup(self):
+    self.embedding = self.param(
+      "embedding", _INIT, (self.num_rows, self.width)
+    )
+
+  def __call__(self, ids: Array) -> Array:
+    return self.embedding[ids].astype(self.dtype)
+
+  def scores(self, x: Array) -> Array:
+    """float32[..., V]: x against every row (the transposed table)."""
+    return jnp.einsum(
+      "...D,VD->...V",
+      x,
+      self.embedding.astype(self.dtype),
+      precision=precision(self.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+
+class Attention(nn.Module):
+  """Grouped-query self-attention; returns its output and the rows it made."""
+
+  config: LayerConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Array,
+    positions: Array,
+    attend: masks.Attend,
+    prefix: KV | None,
+    earlier: KV | None,
+    steps: tuple[KV, ...],
+  ) -> tuple[Array, KV]:
+    c = self.config
+    B, T, _ = x.shape
+
+    def heads(name: str, count: int) -> Array:
+      y = Dense(count * c.head_size, c.dtype, c.qkv_bias, name=name)(x)
+      return y.reshape(B, T, count, c.head_size)
+
+    q = heads("q_proj", c.num_heads)
+    k = heads("k_proj", c.num_kv_heads)
+    v = heads("v_proj", c.num_kv_heads)
+    if c.qk_norm:
+      q = RMSNorm(c.norm_eps, name="q_norm")(q)
+      k = RMSNorm(c.norm_eps, name="k_norm")(k)
+    q = rotate(q, positions, c)
+    k = rotate(k, positions, c)
+    own = KV(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    out = attention(q, own, positions, attend, prefix, earlier, steps)
+    out = out.reshape(B, T, c.num_heads * c.head_size)
+    return Dense(c.hidden_size, c.dtype, False, name="o_proj")(out), own
+
+
+class MLP(nn.Module):
+  """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+
+  config: LayerConfig
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    c = self.config
+    gate = Dense(c.mlp_size, c.dtype, False, name="gate_proj")(x)
+    up = Dense(c.mlp_size, c.dtype, False, name="up_proj")(x)
+    return Dense(c.hidden_size, c.dtype, False, name="down_proj")(
+      nn.silu(gate) * up
+    )

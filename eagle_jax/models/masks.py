@@ -1,0 +1,95 @@
+"""Who sees whom, as data.
+
+One forward call has T query rows and up to four blocks of keys:
+
+  prefix   S rows of the cache, committed earlier; slot == position
+  earlier  X rows made earlier in this cycle or training step, not committed
+  steps    R rows that only the same query row sees (unrolled training)
+  own      the T rows of this very call
+
+`Attend` says which of them a query sees; one softmax runs over all blocks.
+
+  prefill            plain step        verify, M = 4        draft level 2
+  (causal)           (itself)          (tree)               (earlier, itself)
+    prefix | own       prefix | own      prefix | own         prefix | earl | own
+    1 1 0  | 1 . .     1 1 0  | 1        1 1 0  | 1 . . .     1 1 0  | 1 .  | 1 .
+    1 1 0  | 1 1 .                       1 1 0  | 1 1 . .     1 1 0  | . 1  | . 1
+    1 1 0  | 1 1 1                       1 1 0  | 1 . 1 .
+                                         1 1 0  | 1 1 . 1   (node 3 under node 1)
+
+with length = 2 of S = 3 cache slots committed.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+
+@struct.dataclass
+class Causal:
+  """Row t sees rows 0..t, of its own document where rows are packed.
+
+  documents: int32[B, T] or None; equal ids share a document.
+  """
+
+  documents: Array | None = None
+
+
+@struct.dataclass
+class Tree:
+  """Row t sees the rows that `bits` marks: its ancestors and itself.
+
+  bits: bool[B, T, X].
+  """
+
+  bits: Array
+
+
+@struct.dataclass
+class Itself:
+  """Row t sees row t alone (a draft level: siblings do not see each other)."""
+
+
+@struct.dataclass
+class Attend:
+  """Who sees whom in one call.
+
+  own: Causal, Tree or Itself, for the T rows of the call.
+  earlier: Causal or Tree, for the X rows handed in as `earlier`; None if none.
+  length: int32[B] committed rows of the cache, all seen; None = no cache.
+  window: queries see only keys less than `window` positions back.
+  """
+
+  own: Causal | Tree | Itself
+  earlier: Causal | Tree | None = None
+  length: Array | None = None
+  window: int | None = struct.field(pytree_node=False, default=None)
+
+
+def prefix_mask(attend: Attend, positions: Array, S: int) -> Array:
+  """bool[B, 1 or T, S]: the committed slots that each query sees."""
+  slots = jnp.arange(S)
+  visible = slots[None, None] < attend.length[:, None, None]
+  if attend.window is not None:
+    visible &= positions[:, :, None] - slots[None, None] < attend.window
+  return visible
+
+
+def block_mask(
+  who: Causal | Tree, positions: Array, window: int | None
+) -> Array:
+  """bool[B or 1, T, X] for the `own` or the `earlier` block.
+
+  A tree is not cut by the window: it is a few levels deep, far less than any
+  window in use.
+  """
+  if isinstance(who, Tree):
+    return who.bits
+  T = positions.shape[1]
+  rows = jnp.arange(T)
+  visible = (rows[:, None] >= rows[None, :])[None]
+  if who.documents is not None:
+    visible &= who.documents[:, :, None] == who.documents[:, None, :]
+  if window is not None:
+    visible &= positions[:, :, None] - positions[:, None, :] < window
+  return visible

@@ -1,0 +1,103 @@
+"""The target: a decoder-only transformer of the Llama shape."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from eagle_jax.config import TargetConfig
+from eagle_jax.models import layers, masks
+from eagle_jax.models.kv_cache import KV, Cache
+
+
+@struct.dataclass
+class TargetOut:
+  """What a pass leaves for the head and for a drafter.
+
+  feature: [B, T, D] after the final norm: the head's input, what EAGLE-1/2
+    read.
+  taps: [B, T, taps * D], the inputs of the tapped layers side by side, what
+    EAGLE-3 reads; width 0 without taps.
+  """
+
+  feature: Array
+  taps: Array
+
+
+class DecoderLayer(nn.Module):
+  config: TargetConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Array,
+    positions: Array,
+    attend: masks.Attend,
+    prefix: KV | None,
+  ) -> tuple[Array, KV]:
+    c = self.config
+    h = layers.RMSNorm(c.norm_eps, name="input_layernorm")(x)
+    h, rows = layers.Attention(c, name="self_attn")(
+      h, positions, attend, prefix, None, ()
+    )
+    x += h
+    h = layers.RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
+    return x + layers.MLP(c, name="mlp")(h), rows
+
+
+class Target(nn.Module):
+  """taps: layer numbers whose inputs are returned; num_layers = the output
+  of the last layer, before the final norm."""
+
+  config: TargetConfig
+  taps: tuple[int, ...] = ()
+
+  def setup(self):
+    c = self.config
+    self.embed_tokens = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
+    self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+    self.norm = layers.RMSNorm(c.norm_eps)
+    if not c.tied_head:
+      self.lm_head = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
+
+  def __call__(
+    self,
+    tokens: Array,
+    positions: Array,
+    attend: masks.Attend,
+    cache: Cache | None,
+  ) -> tuple[TargetOut, Cache]:
+    """One pass, whatever the rows are: a prompt, one token, or a tree.
+
+    Args:
+      tokens: int32[B, T].
+      positions: int32[B, T].
+      attend: who sees whom.
+      cache: committed rows, read only; None where attend.length is None.
+
+    Returns:
+      the features, and the key/value rows of this call for `kv_cache.commit`.
+    """
+    c = self.config
+    if c.sliding_window is not None:
+      attend = attend.replace(window=c.sliding_window)
+    x = self.embed_tokens(tokens)
+    taps, rows = [], []
+    for i, layer in enumerate(self.layers):
+      if i in self.taps:
+        taps.append(x)
+      prefix = None if cache is None else cache[i]
+      x, made = layer(x, positions, attend, prefix)
+      rows.append(made)
+    if c.num_layers in self.taps:
+      taps.append(x)
+    feature = self.norm(x)
+    tapped = jnp.concatenate([*taps, feature[..., :0]], axis=-1)
+    if not c.tied_head and self.is_initializing():
+      self.lm_head.scores(feature)
+    return TargetOut(feature, tapped), tuple(rows)
+
+  def logits(self, feature: Array) -> Array:
+    """float32[..., V]. Its own call, so that nobody pays for unread rows."""
+    head = self.embed_tokens if self.config.tied_head else self.lm_head
+    return head.scores(feature)

@@ -1,0 +1,405 @@
+"""The training run: data, step, held-out figures, checkpoints. One function."""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tqdm
+from flax import struct
+
+from eagle_jax import loading
+from eagle_jax.checkpoints import drafters
+from eagle_jax.config import DrafterConfig
+from eagle_jax.errors import InputError
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.training import data, features, losses, start
+
+
+@dataclasses.dataclass
+class TrainConfig:
+  """One run. Paths may be overridden on the command line."""
+
+  target: str
+  data: tuple[str, ...]  # chats JSONL
+  heldout: tuple[str, ...]  # chats JSONL, never trained on
+  out: str  # run folder
+  # drafter
+  kind: str
+  taps: tuple[int, ...]  # empty with kind "eagle3": the official three
+  draft_vocab_size: int
+  init: str  # "last_layer" | "random"
+  train_head: bool  # else the target's rows stay as they are
+  # batches
+  row_length: int  # T
+  batch_size: int  # rows a step
+  epochs: int
+  max_chats: int  # 0 = all
+  features: str  # "online" | "cached"
+  # loss
+  unroll_steps: int  # U
+  step_decay: float
+  feature_weight: float
+  vocabulary_weight: float
+  feature_noise: float  # U(-x, x) * 512 / T on the input feature; 0 = off
+  # optimizer
+  learning_rate: float
+  warmup_steps: int
+  beta1: float
+  beta2: float
+  weight_decay: float
+  clip_norm: float
+  # run
+  eval_every: int  # steps
+  eval_rows: int
+  save_every: int
+  seed: int
+  dtype: str
+
+
+@struct.dataclass
+class TrainState:
+  """Donated to each step. frozen tables are not in it."""
+
+  step: jax.Array
+  params: dict
+  optimizer: optax.OptState
+
+
+def split(params: dict, train_head: bool) -> tuple[dict, dict]:
+  """(trainable, frozen) top-level entries of a drafter's parameters."""
+  frozen = {"embed_tokens"} | (set() if train_head else {"lm_head"})
+  return (
+    {k: v for k, v in params.items() if k not in frozen},
+    {k: v for k, v in params.items() if k in frozen},
+  )
+
+
+def make_optimizer(c: TrainConfig, total: int) -> optax.GradientTransformation:
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, c.learning_rate, c.warmup_steps, total, c.learning_rate * 0.01
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(c.clip_norm),
+    optax.adamw(
+      schedule, c.beta1, c.beta2, weight_decay=c.weight_decay
+    ),
+  )
+
+
+def make_train_step(
+  c: TrainConfig, drafter: Drafter, optimizer: optax.GradientTransformation
+):
+  """(state, frozen, target_head, vocabulary, batch) -> (state, report).
+
+  Pure and unjitted: the caller jits it, with shardings on a mesh. Noise is
+  keyed by (seed, step), so a resumed run draws the same.
+  """
+  weights = losses.Weights(
+    c.feature_weight, c.vocabulary_weight, c.step_decay
+  )
+
+  def train_step(state, frozen, target_head, vocabulary, batch):
+    if c.feature_noise:
+      key = jax.random.fold_in(jax.random.key(c.seed), state.step)
+      width = c.feature_noise * 512 / c.row_length
+      noise = jax.random.uniform(
+        key, batch.features.shape, minval=-width, maxval=width
+      )
+      batch = batch.replace(features=batch.features + noise)
+
+    def loss_of(params):
+      return losses.losses(
+        drafter,
+        params | frozen,
+        batch,
+        vocabulary,
+        target_head,
+        c.unroll_steps,
+        weights,
+      )
+
+    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(
+      state.params
+    )
+    updates, opt = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    report = report | {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return TrainState(state.step + 1, params, opt), report
+
+  return train_step
+
+
+def _check(c: TrainConfig) -> None:
+  for name, allowed in {
+    "kind": ("eagle", "eagle3"),
+    "init": ("last_layer", "random"),
+    "features": ("online", "cached"),
+    "dtype": ("float32", "bfloat16"),
+  }.items():
+    if getattr(c, name) not in allowed:
+      raise InputError(
+        f"{name} {getattr(c, name)!r} is unknown: use one of"
+        f" {', '.join(allowed)}"
+      )
+  for name in ("data", "heldout"):
+    if not getattr(c, name):
+      raise InputError(
+        f"no {name} given: name chat files, for example"
+        f" --config.{name}=\"('chats.jsonl',)\""
+      )
+  for name in (
+    "row_length",
+    "batch_size",
+    "epochs",
+    "unroll_steps",
+    "eval_every",
+    "eval_rows",
+    "save_every",
+    "draft_vocab_size",
+  ):
+    if getattr(c, name) < 1:
+      raise InputError(
+        f"{name} {getattr(c, name)} must be at least 1: mend the config"
+      )
+  both = set(c.data) & set(c.heldout)
+  if both:
+    raise InputError(
+      f"{', '.join(sorted(both))} is both in data and in heldout: figures on"
+      " trained chats say nothing"
+    )
+
+
+def train(c: TrainConfig, say=print) -> pathlib.Path:
+  """Train, or resume what `c.out` holds. Returns the best drafter's folder.
+
+  Raises:
+    InputError: a config or file that cannot be used.
+  """
+  _check(c)
+  out = pathlib.Path(c.out).absolute()
+  target_config, target_params, tokenizer, name = loading.load_target(
+    c.target, c.dtype, say
+  )
+  T = c.row_length
+  packed = data.load(
+    [pathlib.Path(f) for f in c.data], tokenizer, T, c.max_chats
+  )
+  held = data.load([pathlib.Path(f) for f in c.heldout], tokenizer, T, 0)
+  V = target_config.vocab_size
+  W = min(c.draft_vocab_size, V)
+  vocabulary = data.draft_vocabulary(packed, W, V)
+  used = packed.tokens[packed.mask]
+  say(
+    f"{len(packed)} rows of {T} tokens, {used.size} supervised"
+    f" ({used.size / packed.tokens.size:.0%}), padding"
+    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
+    f" {np.isin(used, vocabulary).mean():.2%} of them"
+  )
+
+  taps = c.taps or drafters.official_taps(target_config.num_layers)
+  config = DrafterConfig(
+    kind=c.kind,
+    vocab_size=V,
+    draft_vocab_size=W,
+    taps=tuple(taps) if c.kind == "eagle3" else (),
+    hidden_size=target_config.hidden_size,
+    mlp_size=target_config.mlp_size,
+    num_heads=target_config.num_heads,
+    num_kv_heads=target_config.num_kv_heads,
+    head_size=target_config.head_size,
+    norm_eps=target_config.norm_eps,
+    rope_theta=target_config.rope_theta,
+    max_positions=target_config.max_positions,
+    dtype=c.dtype,
+  )
+  params = start.with_target(
+    start.random(config, c.seed), config, target_config, target_params, vocabulary
+  )
+  if c.init == "last_layer":
+    params = start.from_last_layer(params, config, target_config, target_params)
+  params, frozen = split(params, c.train_head)
+  target_head = drafters.target_rows(target_config, target_params, vocabulary)[
+    "embedding"
+  ]
+  drafter = Drafter(config)
+  target = Target(target_config, config.taps)
+
+  steps_an_epoch = len(packed) // c.batch_size
+  if steps_an_epoch < 1:
+    raise InputError(
+      f"batch_size {c.batch_size} is more than the {len(packed)} rows of data"
+    )
+  total = steps_an_epoch * c.epochs
+  optimizer = make_optimizer(c, total)
+  # params are copied: the state is donated, the target's arrays are not ours
+  state = TrainState(
+    jnp.zeros((), jnp.int32),
+    jax.tree.map(jnp.copy, params),
+    optimizer.init(params),
+  )
+  train_step = jax.jit(
+    make_train_step(c, drafter, optimizer), donate_argnums=0
+  )
+  weights = losses.Weights(
+    c.feature_weight, c.vocabulary_weight, c.step_decay
+  )
+  eval_step = jax.jit(
+    lambda p, f, h, v, b: losses.losses(
+      drafter, p | f, b, v, h, c.unroll_steps, weights
+    )[1]
+  )
+
+  if c.features == "cached":
+    folder = out.parent / "features"
+    get_train = features.Cache(folder, target, target_params, packed, name, say)
+    get_held = features.Cache(folder, target, target_params, held, name, say)
+  else:
+    run = jax.jit(
+      lambda p, t, d, x: features.target_features(target, p, t, d, x)
+    )
+    online = lambda packed: lambda r: run(
+      target_params, packed.tokens[r], packed.documents[r], packed.positions[r]
+    )
+    get_train, get_held = online(packed), online(held)
+
+  def batch_of(packed, get, rows):
+    fused, final = get(rows)
+    return losses.Batch(
+      *(getattr(packed, f)[rows] for f in ("tokens", "mask")),
+      *(getattr(packed, f)[rows] for f in ("documents", "positions")),
+      fused,
+      final,
+    )
+
+  out.mkdir(parents=True, exist_ok=True)
+  (out / "config.json").write_text(
+    json.dumps(dataclasses.asdict(c), indent=1) + "\n"
+  )
+  manager = ocp.CheckpointManager(
+    out / "checkpoints",
+    options=ocp.CheckpointManagerOptions(max_to_keep=2),
+  )
+  best_tau = 0.0
+  if manager.latest_step() is not None:
+    restored = manager.restore(
+      manager.latest_step(),
+      args=ocp.args.Composite(
+        state=ocp.args.StandardRestore(state), facts=ocp.args.JsonRestore()
+      ),
+    )
+    state, facts = restored["state"], restored["facts"]
+    best_tau = facts["best_tau"]
+    if facts["total"] != total:
+      raise InputError(
+        f"{out} holds a run of {facts['total']} steps, this config has {total}:"
+        " give another --config.out, or the config of that run"
+      )
+    say(f"resumed at step {int(state.step)} of {total}")
+
+  def evaluate() -> dict:
+    rows = np.arange(min(c.eval_rows, len(held)))
+    reports = [
+      eval_step(
+        state.params,
+        frozen,
+        target_head,
+        vocabulary,
+        batch_of(held, get_held, rows[i : i + 1]),
+      )
+      for i in rows
+    ]
+    summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *reports)
+    return losses.acceptance(summed) | {
+      "hits": (summed["hits"] / summed["rows"]).tolist(),
+      "vocabulary_loss": (
+        summed["vocabulary"] / summed["vocabulary_rows"]
+      ).tolist(),
+      "feature_loss": (summed["feature"] / summed["rows"]).tolist(),
+    }
+
+  def export(figures: dict) -> None:
+    drafters.save(
+      out / "drafter",
+      config,
+      state.params | frozen,
+      vocabulary,
+      own_head=c.train_head,
+      notes={
+        "target": name,
+        "chat_template": tokenizer.chat_template,
+        "trained_steps": int(state.step),
+        "trained_tokens": int(state.step) * c.batch_size * T,
+        "unroll_steps": c.unroll_steps,
+        "heldout": {k: figures[k] for k in ("alpha", "tau")},
+      },
+      dtype="bfloat16",
+    )
+
+  log = (out / "log.jsonl").open("a", buffering=1)
+
+  def write(**row) -> None:
+    row["time"] = datetime.datetime.now().isoformat(timespec="seconds")
+    log.write(json.dumps(row) + "\n")
+
+  bar = tqdm.tqdm(
+    total=total, initial=int(state.step), unit="step", mininterval=1.0
+  )
+  began, pending, seen = time.perf_counter(), None, 0
+  for step in range(int(state.step), total):
+    epoch, within = divmod(step, steps_an_epoch)
+    rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
+    batch = batch_of(packed, get_train, rows)
+    state, report = train_step(
+      state, frozen, target_head, vocabulary, batch
+    )
+    seen += batch.tokens.size
+    # The report of the step before is fetched while this one runs.
+    if pending is not None and step % 10 == 0:
+      figures = jax.device_get(pending)
+      rate = seen / (time.perf_counter() - began)
+      hits = figures["hits"] / np.maximum(figures["rows"], 1)
+      write(
+        step=step,
+        loss=float(figures["loss"]),
+        grad_norm=float(figures["grad_norm"]),
+        hits=hits.round(4).tolist(),
+        tokens_per_s=round(rate, 1),
+      )
+      bar.set_postfix_str(
+        f"loss {figures['loss']:.3f} hits"
+        f" {' '.join(f'{h:.2f}' for h in hits)} {rate:.0f} tok/s"
+      )
+    pending = report
+    bar.update()
+    last = step + 1 == total
+    if (step + 1) % c.eval_every == 0 or last:
+      figures = evaluate()
+      write(step=step + 1, heldout=figures)
+      alphas = " ".join(f"{a:.3f}" for a in figures["alpha"])
+      tqdm.tqdm.write(
+        f"step {step + 1}: held-out alpha {alphas}, chain tau"
+        f" {figures['tau']:.3f}"
+      )
+      if figures["tau"] > best_tau:
+        best_tau = figures["tau"]
+        export(figures)
+    if (step + 1) % c.save_every == 0 or last:
+      manager.save(
+        step + 1,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state),
+          facts=ocp.args.JsonSave({"total": total, "best_tau": best_tau}),
+        ),
+      )
+  bar.close()
+  manager.wait_until_finished()
+  manager.close()
+  return out / "drafter"

@@ -1,0 +1,174 @@
+"""Losses of unrolled drafting (arXiv 2401.15077 eq. 4-6; 2503.01840 §3.2).
+
+Step i feeds the drafter its own output of step i-1, as decoding will; row t of
+step i reads token t+1+i and is scored against the target's own next token
+t+2+i. Who sees whom at step 2, row t = 1 (T = 3):
+
+  step-0 keys   step-1 keys   step-2 keys
+   1  1  .       .  1  .       .  1  .
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from eagle_jax.models import masks
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.layers import precision
+
+
+@struct.dataclass
+class Batch:
+  """One step's rows, [B, T] each but the features.
+
+  features: [B, T, taps * D], or [B, T, D] for kind "eagle": what is fused.
+  final: [B, T, D] after the target's final norm: what is regressed.
+  """
+
+  tokens: Array
+  mask: Array
+  documents: Array
+  positions: Array
+  features: Array
+  final: Array
+
+
+@struct.dataclass
+class Weights:
+  """Weights of the loss parts; step i counts decay**i."""
+
+  feature: float
+  vocabulary: float
+  decay: float
+
+
+def shift(x: Array, by: int) -> Array:
+  """Column t gets column t + by; zeros past the end."""
+  pad = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
+  return jnp.pad(x, pad)[:, by:]
+
+
+def counted(batch: Batch, step: int) -> Array:
+  """bool[B, T]: rows whose step counts: t .. t+2+step in one document and
+  the mask 1 on t+1 .. t+2+step."""
+  ok = batch.documents > 0
+  for ahead in range(1, 3 + step):
+    ok &= shift(batch.documents, ahead) == batch.documents
+    ok &= shift(batch.mask, ahead)
+  return ok
+
+
+def smooth_l1(a: Array, b: Array) -> Array:
+  """Huber loss with beta 1, mean over the last axis, float32."""
+  d = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
+  return jnp.mean(jnp.where(d < 1, 0.5 * d * d, d - 0.5), axis=-1)
+
+
+def unroll(
+  drafter: Drafter, params: dict, batch: Batch, steps: int
+) -> list[Array]:
+  """The drafter's outputs [B, T, D] of each unrolled step."""
+  apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
+  causal = masks.Causal(batch.documents)
+  fed = apply(batch.features, method="fuse")
+  outs, rows = [], []
+  for i in range(steps):
+    attend = (
+      masks.Attend(own=causal)
+      if i == 0
+      else masks.Attend(own=masks.Itself(), earlier=causal)
+    )
+    fed, made = apply(
+      shift(batch.tokens, 1 + i),
+      fed,
+      batch.positions + i,
+      attend,
+      None,
+      rows[0] if rows else None,
+      tuple(rows[1:]),
+    )
+    rows.append(made)
+    outs.append(fed)
+  return outs
+
+
+def losses(
+  drafter: Drafter,
+  params: dict,
+  batch: Batch,
+  vocabulary: Array,
+  target_head: Array,
+  steps: int,
+  weights: Weights,
+) -> tuple[Array, dict[str, Array]]:
+  """The weighted loss and what to report.
+
+  The vocabulary loss leaves out rows whose target token is outside the draft
+  vocabulary; the feature loss and the metrics do not (outside = a miss).
+
+  Args:
+    vocabulary: int32[W], target ids of the draft vocabulary.
+    target_head: [W, D], the target's head cut to those ids.
+
+  Returns:
+    loss, and sums (not means) by step: "rows", "feature", "vocabulary_rows",
+    "vocabulary", "hits" (top-1 equals the token that follows), "chain" (this
+    and all earlier steps hit): float32[steps] each.
+  """
+  apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
+  V = drafter.config.vocab_size
+  inside = jnp.zeros(V, bool).at[vocabulary].set(True)
+  exact = precision(batch.final.dtype)
+  scores = jnp.einsum(
+    "BTD,WD->BTW",
+    batch.final,
+    target_head,
+    precision=exact,
+    preferred_element_type=jnp.float32,
+  )
+  loss, report = 0.0, []
+  chain = True
+  for i, out in enumerate(unroll(drafter, params, batch, steps)):
+    rows = counted(batch, i).astype(jnp.float32)
+    following = shift(batch.tokens, 2 + i)
+    feature = jnp.sum(
+      rows
+      * smooth_l1(apply(out, method="feature"), shift(batch.final, 1 + i))
+    )
+    logits = apply(out, method="logits")
+    cross = -jnp.sum(
+      jax.nn.softmax(shift(scores, 1 + i)) * jax.nn.log_softmax(logits), -1
+    )
+    known = rows * inside[following]
+    vocab = jnp.sum(known * cross)
+    hit = vocabulary[jnp.argmax(logits, axis=-1)] == following
+    chain = chain & hit
+    loss += weights.decay**i * (
+      weights.feature * feature / jnp.maximum(rows.sum(), 1.0)
+      + weights.vocabulary * vocab / jnp.maximum(known.sum(), 1.0)
+    )
+    report.append(
+      {
+        "rows": rows.sum(),
+        "feature": feature,
+        "vocabulary_rows": known.sum(),
+        "vocabulary": vocab,
+        "hits": jnp.sum(rows * hit),
+        "chain": jnp.sum(rows * chain),
+      }
+    )
+  return loss, jax.tree.map(lambda *x: jnp.stack(x), *report)
+
+
+def acceptance(report: dict[str, Array]) -> dict[str, list[float] | float]:
+  """Held-out figures from summed reports.
+
+  alpha[i]: drafts of step i that hit, given that all earlier steps did.
+  tau: tokens a pass of a chain of `steps` drafts, 1 + sum of the chains.
+  """
+  chains = [float(c / n) for c, n in zip(report["chain"], report["rows"])]
+  alpha = [
+    c / p if p else 0.0 for c, p in zip(chains, [1.0, *chains], strict=False)
+  ]
+  return {"alpha": alpha, "tau": 1.0 + sum(chains)}

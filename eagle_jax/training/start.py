@@ -1,0 +1,79 @@
+"""Where a drafter starts: the target's own last layer, or chance.
+
+A drafter continues the target's residual stream one token further, which is
+close to what the target's last layer does; starting from a copy of it is
+worth several points of acceptance on little data.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from eagle_jax.checkpoints import tensors
+from eagle_jax.checkpoints.drafters import target_rows
+from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.errors import InputError
+from eagle_jax.models.drafter import Drafter
+
+
+def random(config: DrafterConfig, seed: int) -> dict:
+  width = config.hidden_size * max(len(config.taps), 1)
+  ids = jnp.zeros((1, 1), jnp.int32)
+  return Drafter(config).init(
+    jax.random.key(seed),
+    ids,
+    jnp.zeros((1, 1, width), config.dtype),
+    ids,
+    method="everything",
+  )["params"]
+
+
+def with_target(
+  params: dict,
+  config: DrafterConfig,
+  target: TargetConfig,
+  target_params: dict,
+  vocabulary,
+) -> dict:
+  """`params` with the target's embedding and (cut) head in place."""
+  return params | {
+    "embed_tokens": target_params["embed_tokens"],
+    "lm_head": target_rows(target, target_params, vocabulary),
+  }
+
+
+def from_last_layer(
+  params: dict, config: DrafterConfig, target: TargetConfig, target_params: dict
+) -> dict:
+  """Copy the target's last layer; the token half of each input starts near 0.
+
+  kind "eagle3": fc passes the highest tap, the feature half of q/k/v, the
+    norms, o and the mlp are the layer's.
+  kind "eagle": fc passes the feature; the layer's input norm, which an
+    EAGLE-1 layer lacks, is folded into q/k/v.
+  """
+  same = ("mlp_size", "num_heads", "num_kv_heads", "head_size")
+  if any(getattr(config, f) != getattr(target, f) for f in same):
+    raise InputError(
+      "init 'last_layer' needs a drafter of the target's layer shape"
+      f" ({', '.join(same)}): use init 'random'"
+    )
+  D = config.hidden_size
+  last = target_params[f"layers_{target.num_layers - 1}"]
+  flat = tensors.flatten(params)
+  for path, leaf in tensors.flatten(last).items():
+    if path.startswith(("mlp/", "post_attention_layernorm/")):
+      flat[path] = leaf
+    elif path.startswith("self_attn/"):
+      if path.endswith("kernel") and "o_proj" not in path:
+        if config.kind == "eagle":
+          scale = last["input_layernorm"]["scale"]
+          leaf = leaf * scale[:, None]
+        else:
+          leaf = jnp.concatenate([flat[path][:D] * 0.1, leaf])
+      flat[path] = leaf
+  fc = flat["fc/kernel"] * 0.1
+  flat["fc/kernel"] = fc.at[-D:].add(jnp.eye(D, dtype=fc.dtype))
+  if config.kind == "eagle3":
+    flat["hidden_norm/scale"] = last["input_layernorm"]["scale"]
+    flat["norm/scale"] = target_params["norm"]["scale"]
+  return jax.tree.map(lambda a: jnp.array(a), tensors.nest(flat))
