@@ -6,6 +6,8 @@ the maths carries a default of its own.
 
 import dataclasses
 
+from eagle_jax.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -100,3 +102,36 @@ class DrafterConfig(LayerConfig):
         f"draft_vocab_size {self.draft_vocab_size} is outside 1.."
         f"{self.vocab_size}, the target's vocabulary"
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How one request draws its tokens.
+
+  draft_noise: strength of the shared noise in drafting, None = the drafter's
+  calibrated one; it never changes the output.
+  """
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  repetition_penalty: float = 1.0
+  draft_noise: float | None = None
+
+  def __post_init__(self):
+    noise = self.draft_noise
+    for ok, name, rule in (
+      (0 <= self.temperature < float("inf"), "temperature", "0 or more"),
+      (self.top_k >= 0, "top_k", "0 (off) or more"),
+      (0 < self.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
+      (0 <= self.min_p < 1, "min_p", "0 (off) up to below 1"),
+      (
+        0 < self.repetition_penalty < float("inf"),
+        "repetition_penalty",
+        "above 0; 1 is off",
+      ),
+      (noise is None or 0 <= noise <= 1, "draft_noise", "from 0 (off) to 1"),
+    ):
+      if not ok:
+        raise InputError(f"{name} {getattr(self, name)} must be {rule}")

@@ -1,29 +1,48 @@
 """Names and paths -> models: the one place that knows the defaults."""
 
+import dataclasses
+import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from eagle_jax.checkpoints import gguf_target, hf_target
+from eagle_jax.checkpoints import drafters, gguf_target, hf_target
+from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import TargetConfig
 from eagle_jax.errors import InputError
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.speculation.decoding import Models
+from eagle_jax.speculation.tree import TreeSpec
+
+DEFAULT_TARGET = gguf_target.DEFAULT
+SHIPPED = pathlib.Path(__file__).parent / "drafters"
+DEFAULT_DRAFTER = "smollm2-135m-eagle3"
 
 
-def target_folder(name: str, say) -> pathlib.Path:
-  """A folder for --target: the embedded default, a path, or a hub name."""
-  if name.lower() in (
-    gguf_target.DEFAULT,
-    f"huggingfacetb/{gguf_target.DEFAULT}",
-  ):
-    return gguf_target.default_folder(say)
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+  """A target ready to run. ends: end ids; tokenizer: None where none is."""
+
+  name: str
+  config: TargetConfig
+  params: dict
+  tokenizer: object
+  ends: tuple[int, ...]
+
+
+def _folder(name: str, what: str) -> pathlib.Path:
+  """A folder on disk, else a hub name (owner/name)."""
   path = pathlib.Path(name).expanduser()
   if path.is_dir():
     return path
   if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
     raise InputError(
-      f"target {name!r} is not a folder: give a Hugging Face model folder, a"
-      f" hub name (owner/name), or {gguf_target.DEFAULT}"
+      f"{what} {name!r} is not a folder: give a model folder, a hub name"
+      " (owner/name), or a built-in name"
+      f" ({DEFAULT_TARGET if what == 'target' else ', '.join(shipped())})"
     )
   import huggingface_hub
 
@@ -35,9 +54,21 @@ def target_folder(name: str, say) -> pathlib.Path:
     )
   except Exception as e:
     raise InputError(
-      f"target {name!r} could not be fetched from the hub"
+      f"{what} {name!r} could not be fetched from the hub"
       f" ({type(e).__name__}): check the name, log in, or give a folder"
     ) from e
+
+
+def target_folder(name: str, say) -> pathlib.Path:
+  """A folder for --target: the embedded default, a path, or a hub name."""
+  if name.lower() in (DEFAULT_TARGET, f"huggingfacetb/{DEFAULT_TARGET}"):
+    return gguf_target.default_folder(say)
+  return _folder(name, "target")
+
+
+def shipped() -> list[str]:
+  """Names of the drafters in the package."""
+  return sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))
 
 
 def load_tokenizer(folder: pathlib.Path):
@@ -50,13 +81,42 @@ def load_tokenizer(folder: pathlib.Path):
   return AutoTokenizer.from_pretrained(folder)
 
 
-def load_target(
-  name: str, dtype: str, say
-) -> tuple[TargetConfig, dict, object, str]:
-  """Config, parameters, tokenizer (or None) and the name for records."""
+def end_ids(folder: pathlib.Path) -> tuple[int, ...]:
+  """eos_token_id of generation_config.json, else of config.json: an id or a
+  list of them."""
+  for name in ("generation_config.json", "config.json"):
+    file = folder / name
+    if file.exists():
+      found = json.loads(file.read_text()).get("eos_token_id")
+      if found is not None:
+        return tuple(found) if isinstance(found, list) else (found,)
+  return ()
+
+
+def load_target(name: str, dtype: str, say) -> LoadedTarget:
   folder = target_folder(name, say)
   config, params = hf_target.load(folder, dtype)
-  return config, params, load_tokenizer(folder), name
+  return LoadedTarget(
+    name, config, params, load_tokenizer(folder), end_ids(folder)
+  )
+
+
+def load_drafter(name: str, target: LoadedTarget, say) -> LoadedDrafter:
+  """A shipped drafter by name, a folder, or a hub name.
+
+  Says so where the drafter was trained with another chat template: that
+  costs acceptance, not correctness.
+  """
+  folder = SHIPPED / name if name in shipped() else _folder(name, "drafter")
+  drafter = drafters.load(folder, target.config, target.params)
+  trained_with = drafter.notes.get("chat_template")
+  now = getattr(target.tokenizer, "chat_template", None)
+  if trained_with is not None and now is not None and trained_with != now:
+    say(
+      f"note: drafter {name} was trained with another chat template than the"
+      " target's; expect fewer accepted drafts"
+    )
+  return drafter
 
 
 def default_dtype() -> str:
@@ -64,5 +124,25 @@ def default_dtype() -> str:
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def dtype_of(name: str):
-  return jnp.dtype(name)
+def models(
+  target: LoadedTarget,
+  drafter: LoadedDrafter | None,
+  spec: TreeSpec,
+  ignore_eos: bool = False,
+) -> Models:
+  """What a decode cycle needs; drafter None is plain decoding."""
+  ends = np.zeros(target.config.vocab_size, bool)
+  if not ignore_eos:
+    ends[list(target.ends)] = True
+  return Models(
+    target=Target(target.config, drafter.config.taps if drafter else ()),
+    drafter=Drafter(drafter.config) if drafter else None,
+    spec=spec,
+    # One matmul over all nodes costs a CPU several single rows; an
+    # accelerator reads the head once either way.
+    lazy_head=jax.default_backend() == "cpu",
+    target_params=target.params,
+    drafter_params=drafter.params if drafter else None,
+    vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,
+    ends=jnp.asarray(ends),
+  )

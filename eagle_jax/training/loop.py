@@ -185,9 +185,9 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   """
   _check(c)
   out = pathlib.Path(c.out).absolute()
-  target_config, target_params, tokenizer, name = loading.load_target(
-    c.target, c.dtype, say
-  )
+  loaded = loading.load_target(c.target, c.dtype, say)
+  target_config, target_params = loaded.config, loaded.params
+  tokenizer, name = loaded.tokenizer, loaded.name
   T = c.row_length
   packed = data.load(
     [pathlib.Path(f) for f in c.data], tokenizer, T, c.max_chats
