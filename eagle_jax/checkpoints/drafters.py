@@ -194,10 +194,8 @@ def load(
     path: shape
     for path, shape in parameter_shapes(config).items()
     if not (
-      path == "embed_tokens/embedding"
-      and "embed_tokens.weight" not in names
-      or path == "lm_head/embedding"
-      and "lm_head.weight" not in names
+      (path == "embed_tokens/embedding" and "embed_tokens.weight" not in names)
+      or (path == "lm_head/embedding" and "lm_head.weight" not in names)
     )
   }
   dtype = jnp.dtype(target.dtype)
@@ -270,7 +268,9 @@ def save(
     weights |= {"d2t": ids - np.arange(len(ids)), "t2d": marked}
   raw = {
     "architectures": [
-      "LlamaForCausalLMEagle3" if config.kind == "eagle3" else "LlamaForCausalLM"
+      "LlamaForCausalLMEagle3"
+      if config.kind == "eagle3"
+      else "LlamaForCausalLM"
     ],
     "model_type": "llama",
     "hidden_act": "silu",

@@ -114,9 +114,9 @@ def target_config(
         scaling, original_max_positions=raw["max_position_embeddings"]
       )
     windowed = raw.get("use_sliding_window", family == "mistral")
-    switches = {
-      "qkv_bias": bool(raw.get("attention_bias", False))
-    } | FAMILIES[family]
+    switches = {"qkv_bias": bool(raw.get("attention_bias", False))} | FAMILIES[
+      family
+    ]
     return TargetConfig(
       family=family,
       vocab_size=raw["vocab_size"],

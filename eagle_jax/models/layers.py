@@ -219,9 +219,7 @@ class Embed(nn.Module):
   dtype: str
 
   def setup(self):
-    self.embedding = self.param(
-      "embedding", _INIT, (self.num_rows, self.width)
-    )
+    self.embedding = self.param("embedding", _INIT, (self.num_rows, self.width))
 
   def __call__(self, ids: Array) -> Array:
     return self.embedding[ids].astype(self.dtype)

@@ -154,21 +154,19 @@ def grow(m: Models, state: DecodeState) -> Tree:
       tokens, scores = pick(newest.tokens), pick(newest.scores)
       parent = chosen // spec.branch  # its row in the frontier before
       if level == 1:
-        fed = jnp.broadcast_to(
-          feature, (*chosen.shape, feature.shape[-1])
-        )
+        fed = jnp.broadcast_to(feature, (*chosen.shape, feature.shape[-1]))
         earlier, joined = None, None
       else:
         fed = jnp.take_along_axis(feature, parent[..., None], axis=1)
         own = jax.nn.one_hot(parent, feature.shape[1], dtype=bool)
-        above = [] if sees is None else [
-          jnp.take_along_axis(sees, parent[..., None], axis=1)
-        ]
+        above = (
+          []
+          if sees is None
+          else [jnp.take_along_axis(sees, parent[..., None], axis=1)]
+        )
         sees = jnp.concatenate([*above, own], axis=-1)
         earlier = masks.Tree(sees)
-        joined = jax.tree.map(
-          lambda *a: jnp.concatenate(a, axis=2), *rows
-        )
+        joined = jax.tree.map(lambda *a: jnp.concatenate(a, axis=2), *rows)
       positions = jnp.broadcast_to(
         (state.length + level - 1)[:, None], chosen.shape
       )
@@ -177,9 +175,7 @@ def grow(m: Models, state: DecodeState) -> Tree:
         tokens,
         fed,
         positions,
-        masks.Attend(
-          own=masks.Itself(), earlier=earlier, length=state.length
-        ),
+        masks.Attend(own=masks.Itself(), earlier=earlier, length=state.length),
         state.draft_cache[0],
         joined,
         (),
@@ -289,9 +285,9 @@ def cycle(m: Models, state: DecodeState):
     cache = kv_cache.commit(
       state.cache, kv_cache.take(rows, accepted.path), state.length
     )
-    old = jax.vmap(
-      lambda t, n: jax.lax.dynamic_slice(t, (n + 1,), (L + 1,))
-    )(state.tokens, state.length)
+    old = jax.vmap(lambda t, n: jax.lax.dynamic_slice(t, (n + 1,), (L + 1,)))(
+      state.tokens, state.length
+    )
     fresh = jnp.arange(L + 1) < count[:, None]
     tokens = jax.vmap(
       lambda t, new, n: jax.lax.dynamic_update_slice(t, new, (n + 1,))

@@ -135,9 +135,7 @@ class Engine:
     began = time.perf_counter()
     m, B = self.models, self.batch_size
     state = jax.eval_shape(
-      functools.partial(
-        decoding.init_state, m, B, self._width, capacity
-      )
+      functools.partial(decoding.init_state, m, B, self._width, capacity)
     )
     row = jax.ShapeDtypeStruct((B,), jnp.int32)
     flag = jax.ShapeDtypeStruct((B,), bool)
@@ -289,7 +287,7 @@ class Engine:
       row(lengths),
       row(kept),
       seeds,
-      self._sampling(group),
+      self.sampling_of(group),
       row(limits),
     )
     done = list(kept)
@@ -297,8 +295,7 @@ class Engine:
       count = [min(T, n - d) for n, d in zip(lengths, done, strict=True)]
       done = [d + c for d, c in zip(done, count, strict=True)]
       last_chunk = [
-        c > 0 and d == n
-        for c, d, n in zip(count, done, lengths, strict=True)
+        c > 0 and d == n for c, d, n in zip(count, done, lengths, strict=True)
       ]
       state = self._program("prefill", capacity, T)(
         m, state, row(count), row(last_chunk, bool)
@@ -331,9 +328,7 @@ class Engine:
           mark[b], keep[b] = True, lengths[b] + len(tokens[b]) - 1
         state = self._program("stop", capacity)(state, mark, keep)
       live = [
-        b
-        for b in range(len(group))
-        if not (stopped[b] or out.finished[b])
+        b for b in range(len(group)) if not (stopped[b] or out.finished[b])
       ]
       if not live:
         break
@@ -341,9 +336,7 @@ class Engine:
         larger = capacity_for(int(out.length.max()) + self.step, self._most)
         state = self._program("resize", capacity, larger)(state)
         capacity = larger
-      state, out = self._program("chunk", capacity)(
-        m, state, np.int32(cycles)
-      )
+      state, out = self._program("chunk", capacity)(m, state, np.int32(cycles))
       out = self._fetch(out)
       for b in range(len(group)):
         if not stopped[b]:
@@ -402,7 +395,7 @@ class Engine:
   def _ends(self) -> np.ndarray:
     return np.asarray(self.models.ends)
 
-  def _sampling(self, group) -> SamplingParams:
+  def sampling_of(self, group) -> SamplingParams:
     B = self.batch_size
     drafter = self.models.drafter
     calibrated = drafter.config.draft_noise if drafter is not None else 0.0
@@ -417,9 +410,7 @@ class Engine:
         (s.repetition_penalty for s in rows), np.float32
       ),
       draft_noise=column(
-        (
-          calibrated if s.draft_noise is None else s.draft_noise for s in rows
-        ),
+        (calibrated if s.draft_noise is None else s.draft_noise for s in rows),
         np.float32,
       ),
     )

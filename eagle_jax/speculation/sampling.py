@@ -113,8 +113,9 @@ def process(logits: Array, seen: Array, params: SamplingParams) -> Array:
     goal = jnp.minimum(p, whole)
     floor = _largest_threshold(
       keys,
-      lambda kept: jnp.sum(jnp.where(kept, probs, 0), -1, keepdims=True)
-      >= goal,
+      lambda kept: (
+        jnp.sum(jnp.where(kept, probs, 0), -1, keepdims=True) >= goal
+      ),
     )
     return jnp.where((p < 1) & (keys < floor), -jnp.inf, x)
 
@@ -126,15 +127,9 @@ def process(logits: Array, seen: Array, params: SamplingParams) -> Array:
   # A processor that no row uses costs nothing.
   same = lambda x: x
   sampled = params.temperature > 0
-  x = jax.lax.cond(
-    jnp.any((params.top_k > 0) & sampled), cut_top_k, same, x
-  )
-  x = jax.lax.cond(
-    jnp.any((params.top_p < 1) & sampled), cut_top_p, same, x
-  )
-  return jax.lax.cond(
-    jnp.any((params.min_p > 0) & sampled), cut_min_p, same, x
-  )
+  x = jax.lax.cond(jnp.any((params.top_k > 0) & sampled), cut_top_k, same, x)
+  x = jax.lax.cond(jnp.any((params.top_p < 1) & sampled), cut_top_p, same, x)
+  return jax.lax.cond(jnp.any((params.min_p > 0) & sampled), cut_min_p, same, x)
 
 
 def next_token(

@@ -23,10 +23,33 @@ from jax import Array
 # FACTS of EAGLE-1's static tree: children by rank, 25 nodes under the root.
 EAGLE1_PATHS = tuple(
   tuple(int(c) for c in path)
-  for path in (
-    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100"
-    " 0000 0001 0002 00000 00001"
-  ).split()
+  for path in [
+    "0",
+    "1",
+    "2",
+    "3",
+    "00",
+    "01",
+    "02",
+    "10",
+    "11",
+    "20",
+    "21",
+    "30",
+    "000",
+    "001",
+    "002",
+    "010",
+    "011",
+    "020",
+    "021",
+    "100",
+    "0000",
+    "0001",
+    "0002",
+    "00000",
+    "00001",
+  ]
 )
 
 
@@ -90,7 +113,7 @@ def static(kind: str, paths: tuple[tuple[int, ...], ...]) -> TreeSpec:
   frontiers, nodes, base = [], [], 0
   rows: list[tuple[int, ...]] = [()]  # whose children make up this level
   for level in range(1, levels + 1):
-    candidates = [row + (rank,) for row in rows for rank in range(branch)]
+    candidates = [(*row, rank) for row in rows for rank in range(branch)]
     index = {path: i for i, path in enumerate(candidates)}
     nodes += sorted(base + index[p] for p in paths if len(p) == level)
     base += len(candidates)
@@ -127,7 +150,7 @@ def uniform(num_nodes: int, branch: int) -> TreeSpec:
     )
   paths, level = [], [()]
   while len(paths) < num_nodes - 1:
-    level = [p + (rank,) for p in level for rank in range(branch)]
+    level = [(*p, rank) for p in level for rank in range(branch)]
     level = level[: num_nodes - 1 - len(paths)]
     paths += level
   return static("uniform", tuple(paths))

@@ -14,9 +14,7 @@ from eagle_jax.models.target import Target
 from eagle_jax.training.data import Packed
 
 
-def target_features(
-  target: Target, params: dict, tokens, documents, positions
-):
+def target_features(target: Target, params: dict, tokens, documents, positions):
   """(taps or feature [B, T, ·], final feature [B, T, D]) of packed rows."""
   attend = masks.Attend(own=masks.Causal(documents))
   out, _ = target.apply({"params": params}, tokens, positions, attend, None)
@@ -59,9 +57,7 @@ class Cache:
     mode = "r+" if mark.exists() else "w+"
     self.done = np.memmap(mark, np.uint8, mode, shape=(rows,))
     self.packed, self.params = packed, params
-    self.run = jax.jit(
-      lambda p, t, d, x: target_features(target, p, t, d, x)
-    )
+    self.run = jax.jit(lambda p, t, d, x: target_features(target, p, t, d, x))
     self.tapped = bool(target.taps)
 
   def __call__(self, rows: np.ndarray):

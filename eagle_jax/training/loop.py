@@ -88,9 +88,7 @@ def make_optimizer(c: TrainConfig, total: int) -> optax.GradientTransformation:
   )
   return optax.chain(
     optax.clip_by_global_norm(c.clip_norm),
-    optax.adamw(
-      schedule, c.beta1, c.beta2, weight_decay=c.weight_decay
-    ),
+    optax.adamw(schedule, c.beta1, c.beta2, weight_decay=c.weight_decay),
   )
 
 
@@ -102,9 +100,7 @@ def make_train_step(
   Pure and unjitted: the caller jits it, with shardings on a mesh. Noise is
   keyed by (seed, step), so a resumed run draws the same.
   """
-  weights = losses.Weights(
-    c.feature_weight, c.vocabulary_weight, c.step_decay
-  )
+  weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
 
   def train_step(state, frozen, target_head, vocabulary, batch):
     if c.feature_noise:
@@ -221,7 +217,11 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     dtype=c.dtype,
   )
   params = start.with_target(
-    start.random(config, c.seed), config, target_config, target_params, vocabulary
+    start.random(config, c.seed),
+    config,
+    target_config,
+    target_params,
+    vocabulary,
   )
   if c.init == "last_layer":
     params = start.from_last_layer(params, config, target_config, target_params)
@@ -245,12 +245,8 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     jax.tree.map(jnp.copy, params),
     optimizer.init(params),
   )
-  train_step = jax.jit(
-    make_train_step(c, drafter, optimizer), donate_argnums=0
-  )
-  weights = losses.Weights(
-    c.feature_weight, c.vocabulary_weight, c.step_decay
-  )
+  train_step = jax.jit(make_train_step(c, drafter, optimizer), donate_argnums=0)
+  weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
   eval_step = jax.jit(
     lambda p, f, h, v, b: losses.losses(
       drafter, p | f, b, v, h, c.unroll_steps, weights
@@ -265,8 +261,13 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     run = jax.jit(
       lambda p, t, d, x: features.target_features(target, p, t, d, x)
     )
-    online = lambda packed: lambda r: run(
-      target_params, packed.tokens[r], packed.documents[r], packed.positions[r]
+    online = lambda packed: (
+      lambda r: run(
+        target_params,
+        packed.tokens[r],
+        packed.documents[r],
+        packed.positions[r],
+      )
     )
     get_train, get_held = online(packed), online(held)
 
@@ -357,9 +358,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     epoch, within = divmod(step, steps_an_epoch)
     rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
     batch = batch_of(packed, get_train, rows)
-    state, report = train_step(
-      state, frozen, target_head, vocabulary, batch
-    )
+    state, report = train_step(state, frozen, target_head, vocabulary, batch)
     seen += batch.tokens.size
     # The report of the step before is fetched while this one runs.
     if pending is not None and step % 10 == 0:

@@ -133,8 +133,7 @@ def losses(
     rows = counted(batch, i).astype(jnp.float32)
     following = shift(batch.tokens, 2 + i)
     feature = jnp.sum(
-      rows
-      * smooth_l1(apply(out, method="feature"), shift(batch.final, 1 + i))
+      rows * smooth_l1(apply(out, method="feature"), shift(batch.final, 1 + i))
     )
     logits = apply(out, method="logits")
     cross = -jnp.sum(
@@ -167,7 +166,9 @@ def acceptance(report: dict[str, Array]) -> dict[str, list[float] | float]:
   alpha[i]: drafts of step i that hit, given that all earlier steps did.
   tau: tokens a pass of a chain of `steps` drafts, 1 + sum of the chains.
   """
-  chains = [float(c / n) for c, n in zip(report["chain"], report["rows"])]
+  chains = [
+    float(c / n) for c, n in zip(report["chain"], report["rows"], strict=False)
+  ]
   alpha = [
     c / p if p else 0.0 for c, p in zip(chains, [1.0, *chains], strict=False)
   ]

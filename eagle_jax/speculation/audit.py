@@ -1,0 +1,127 @@
+"""Was a divergence from plain decoding a tie that rounding broke?
+
+Both ways compute the same decision rule; in float32 a verify pass of M rows
+and a pass of one row differ in the last bits, so two tokens that score alike
+may swap. The audit teacher-forces the common prefix and looks at the margin.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.models import masks
+from eagle_jax.speculation import sampling as rule
+from eagle_jax.speculation.decoding import Models
+from eagle_jax.speculation.sampling import SamplingParams
+
+FLOAT32_GAP = 1e-4  # of logits; scaled by 1 / temperature below 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+  """The first place where two answers differ.
+
+  at: index among the new tokens. gap: decision-score difference of the two
+  tokens under plain decoding. allowed: the largest excusable gap.
+  excused: they are plain decoding's two best and the gap is allowed, or a
+  top_k, top_p or min_p edge lies that close.
+  """
+
+  at: int
+  plain_token: int
+  other_token: int
+  gap: float
+  allowed: float
+  excused: bool
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+  for i, (x, y) in enumerate(zip(a, b)):  # noqa: B905
+    if x != y:
+      return i
+  return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def audit(
+  m: Models,
+  prompt: Sequence[int],
+  plain: Sequence[int],
+  other: Sequence[int],
+  params: SamplingParams,
+  seed: np.ndarray,
+  gap_allowed: float = FLOAT32_GAP,
+) -> Divergence | None:
+  """None if the answers are equal, else the verdict.
+
+  Args:
+    prompt, plain, other: token ids; the latter two are answers to the prompt.
+    params: the row's sampling parameters, B = 1. seed: uint32[1, 2].
+    gap_allowed: in logits; bfloat16 callers measure it.
+  """
+  at = first_difference(plain, other)
+  if at is None:
+    return None
+  temperature = float(params.temperature[0])
+  allowed = gap_allowed * (max(1.0, 1 / temperature) if temperature else 1.0)
+  if at >= min(len(plain), len(other)):
+    # One answer is a proper beginning of the other: no rounding does that.
+    longer = plain if len(plain) > at else other
+    return Divergence(at, longer[at], longer[at], np.inf, allowed, False)
+  ids = [*prompt, *plain[:at]]
+  # padded to a power of two: a handful of shapes serve all lengths
+  T = 1 << max(5, (len(ids) - 1).bit_length())
+  tokens = np.zeros((1, T), np.int32)
+  tokens[0, : len(ids)] = ids
+  seen = np.zeros((1, m.ends.shape[0]), bool)
+  seen[0, ids] = True
+  logits = _logits(m, tokens, np.int32(len(ids) - 1))
+  position = np.asarray([len(ids)], np.int32)
+
+  def scores(p: SamplingParams) -> np.ndarray:
+    x = rule.process(logits, seen, p)
+    if temperature:
+      x += rule.gumbel(seed, position, x.shape[-1])
+    return np.asarray(x[0])
+
+  x = scores(params)
+  a, b = plain[at], other[at]
+  gap = float(abs(x[a] - x[b]))
+  two_best = set(np.argsort(-x)[:2].tolist()) == {a, b}
+  excused = two_best and gap <= allowed
+  if not excused and temperature:
+    # Loosen and tighten each cut by the allowed gap: does the choice move?
+    shift = 1 + allowed
+    k = params.top_k
+    variants = [
+      params.replace(top_p=params.top_p / shift),
+      params.replace(top_p=np.minimum(params.top_p * shift, 1)),
+      params.replace(min_p=params.min_p / shift),
+      params.replace(min_p=params.min_p * shift),
+    ]
+    if int(k[0]) > 0:
+      variants.append(params.replace(top_k=k + 1))
+      near = np.sort(np.asarray(logits[0]))[::-1][k[0] - 1 : k[0] + 1]
+      if abs(near[0] - near[-1]) > gap_allowed:
+        variants.pop()
+    excused = any(
+      int(np.argmax(scores(v))) in (a, b)
+      and int(np.argmax(scores(v))) != int(np.argmax(x))
+      for v in variants
+    )
+  return Divergence(at, a, b, gap, allowed, bool(excused))
+
+
+@jax.jit
+def _logits(m: Models, tokens, last):
+  """float32[1, V] after token `last` of one teacher-forced pass."""
+  positions = jnp.arange(tokens.shape[1])[None]
+  attend = masks.Attend(own=masks.Causal())
+  out, _ = m.target.apply(
+    {"params": m.target_params}, tokens, positions, attend, None
+  )
+  return m.target.apply(
+    {"params": m.target_params}, out.feature[:, last], method="logits"
+  )

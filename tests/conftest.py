@@ -1,0 +1,33 @@
+"""Fixtures that several test files use."""
+
+import json
+import pathlib
+import types
+
+import numpy as np
+import pytest
+
+SHARED = pathlib.Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+  """The folder of public test material, where it lies beside the project."""
+  if not SHARED.is_dir():
+    pytest.skip("no shared/ folder beside the project")
+  return SHARED
+
+
+@pytest.fixture(scope="session")
+def golden(shared):
+  """case name -> its folder, expected arrays and settings."""
+
+  def load(case: str):
+    folder = shared / "goldens" / case
+    return types.SimpleNamespace(
+      folder=folder,
+      arrays=np.load(folder / "expected.npz"),
+      facts=json.loads((folder / "expected.json").read_text()),
+    )
+
+  return load
