@@ -13,7 +13,13 @@ from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation import audit, sampling, tree
-from eagle_jax.speculation.engine import CHUNK, Engine, Request, Result
+from eagle_jax.speculation.engine import (
+  CHUNK,
+  Engine,
+  Request,
+  Result,
+  WatchTrees,
+)
 from eagle_jax.speculation.tree import TreeSpec
 
 STREAM_CYCLES = 4  # between two prints
@@ -139,6 +145,7 @@ class Generator:
     stops: Sequence[str] = (),
     emit: Callable[[int, str, list[int]], bool | None] | None = None,
     reuse: bool = False,
+    watch_trees: WatchTrees | None = None,
   ) -> list[Answer]:
     """Decode requests.
 
@@ -147,7 +154,7 @@ class Generator:
       stops: stop strings; an answer ends before the first one.
       emit: called as (row, new text, all ids) while text comes; True stops
         the row.
-      reuse: see `Engine.generate`.
+      reuse, watch_trees: see `Engine.generate`.
     """
     streams = [text.TextStream(self.decode, stops) for _ in requests]
 
@@ -161,6 +168,7 @@ class Generator:
       watch if stops or emit else None,
       STREAM_CYCLES if emit else CHUNK,
       reuse,
+      watch_trees,
     )
     answers = []
     for row, (request, result) in enumerate(

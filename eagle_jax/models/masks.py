@@ -9,13 +9,14 @@ One forward call has T query rows and up to four blocks of keys:
 
 `Attend` says which of them a query sees; one softmax runs over all blocks.
 
-  prefill            plain step        verify, M = 4        draft level 2
-  (causal)           (itself)          (tree)               (earlier, itself)
-    prefix | own       prefix | own      prefix | own         prefix | earl | own
-    1 1 0  | 1 . .     1 1 0  | 1        1 1 0  | 1 . . .     1 1 0  | 1 .  | 1 .
-    1 1 0  | 1 1 .                       1 1 0  | 1 1 . .     1 1 0  | . 1  | . 1
-    1 1 0  | 1 1 1                       1 1 0  | 1 . 1 .
-                                         1 1 0  | 1 1 . 1   (node 3 under node 1)
+  prefill           plain step      verify, M = 4       draft level 2
+  own: Causal       own: Itself     own: Tree           earlier, own: Itself
+
+  prefix | own      prefix | own    prefix | own        prefix | earl | own
+  1 1 0  | 1 . .    1 1 0  | 1      1 1 0  | 1 . . .    1 1 0  | 1 .  | 1 .
+  1 1 0  | 1 1 .                    1 1 0  | 1 1 . .    1 1 0  | . 1  | . 1
+  1 1 0  | 1 1 1                    1 1 0  | 1 . 1 .
+                                    1 1 0  | 1 1 . 1    (node 3 under 1)
 
 with length = 2 of S = 3 cache slots committed.
 """

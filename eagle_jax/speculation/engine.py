@@ -18,6 +18,7 @@ from eagle_jax.errors import InputError
 from eagle_jax.speculation import decoding
 from eagle_jax.speculation.decoding import ChunkOut, DecodeState, Models
 from eagle_jax.speculation.sampling import SamplingParams, row_seed
+from eagle_jax.speculation.tree import Tree
 
 # Prefill runs in chunks of the last bucket; the rest is padded to a bucket.
 PREFILL_BUCKETS = (32, 128, 512)
@@ -34,7 +35,7 @@ class Request:
 
   prompt_ids: Sequence[int]
   max_new_tokens: int
-  sampling: Sampling = Sampling()
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
   seed: int = 0
   number: int = 0
   sample: int = 0
@@ -66,6 +67,8 @@ class Result:
 # Called with the row and all its new tokens so far; a number cuts the row to
 # that many tokens and stops it.
 Watch = Callable[[int, list[int]], int | None]
+# Called after each cycle with the draft trees and the chunk that verified them.
+WatchTrees = Callable[[Tree, ChunkOut], None]
 
 
 def compiler_options() -> dict[str, str]:
@@ -163,6 +166,8 @@ class Engine:
         functools.partial(decoding.resize, capacity=static[0]),
         donate_argnums=0,
       ).lower(state)
+    elif name == "grow":  # to look at; a cycle grows its own
+      lowered = jax.jit(decoding.grow).lower(m, state)
     elif name == "stop":
       lowered = jax.jit(decoding.stop_rows, donate_argnums=0).lower(
         state, flag, row
@@ -221,6 +226,7 @@ class Engine:
     watch: Watch | None = None,
     cycles: int = CHUNK,
     reuse: bool = False,
+    watch_trees: WatchTrees | None = None,
   ) -> list[Result]:
     """Decode all requests, `batch_size` at a time.
 
@@ -230,16 +236,22 @@ class Engine:
       cycles: most cycles between two looks, at most CHUNK.
       reuse: keep the leading tokens that a row's new prompt shares with what
         the row holds from the call before (the next turn of a chat).
+      watch_trees: sees every draft tree; drafts are then grown twice and read
+        each cycle, which is slow.
     """
     for request in requests:
       self.check(request)
     results: list[Result] = []
     for at in range(0, len(requests), self.batch_size):
       group = requests[at : at + self.batch_size]
-      results += self._batch(group, watch, at, min(cycles, CHUNK), reuse)
+      results += self._batch(
+        group, watch, at, min(cycles, CHUNK), reuse, watch_trees
+      )
     return results
 
-  def _batch(self, group, watch, offset, cycles, reuse) -> list[Result]:
+  def _batch(
+    self, group, watch, offset, cycles, reuse, watch_trees
+  ) -> list[Result]:
     B, m = self.batch_size, self.models
     lengths = [len(r.prompt_ids) for r in group]
     limits = [
@@ -301,11 +313,11 @@ class Engine:
         m, state, row(count), row(last_chunk, bool)
       )
     return self._decode(
-      state, group, lengths, limits, watch, offset, cycles, began
+      state, group, lengths, watch, offset, cycles, began, watch_trees
     )
 
   def _decode(
-    self, state, group, lengths, limits, watch, offset, cycles, began
+    self, state, group, lengths, watch, offset, cycles, began, watch_trees
   ) -> list[Result]:
     m = self.models
     tokens: list[list[int]] = []
@@ -336,8 +348,13 @@ class Engine:
         larger = capacity_for(int(out.length.max()) + self.step, self._most)
         state = self._program("resize", capacity, larger)(state)
         capacity = larger
+      if watch_trees:
+        cycles = 1
+        drafted = jax.device_get(self._program("grow", capacity)(m, state))
       state, out = self._program("chunk", capacity)(m, state, np.int32(cycles))
       out = self._fetch(out)
+      if watch_trees:
+        watch_trees(drafted, out)
       for b in range(len(group)):
         if not stopped[b]:
           tokens[b] += out.tokens[b, : out.count[b]].tolist()

@@ -20,36 +20,14 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-# FACTS of EAGLE-1's static tree: children by rank, 25 nodes under the root.
-EAGLE1_PATHS = tuple(
-  tuple(int(c) for c in path)
-  for path in [
-    "0",
-    "1",
-    "2",
-    "3",
-    "00",
-    "01",
-    "02",
-    "10",
-    "11",
-    "20",
-    "21",
-    "30",
-    "000",
-    "001",
-    "002",
-    "010",
-    "011",
-    "020",
-    "021",
-    "100",
-    "0000",
-    "0001",
-    "0002",
-    "00000",
-    "00001",
-  ]
+# EAGLE-1's static tree: children by rank, 25 nodes under the root.
+EAGLE1_PATHS = (
+  *((0,), (1,), (2,), (3,)),
+  *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+  *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1)),
+  *((0, 2, 0), (0, 2, 1), (1, 0, 0)),
+  *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+  *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 
 

@@ -1,0 +1,93 @@
+"""Decode with EAGLE: python decode.py --prompt "Why is the sky blue?"
+
+Without --prompt, --prompts_file or --prompt_ids it chats. See --help.
+"""
+
+import sys
+
+from absl import app, flags, logging
+
+from eagle_jax import command
+from eagle_jax.errors import InputError
+
+F = flags.FLAGS
+flags.DEFINE_string(
+  "target",
+  "smollm2-135m-instruct",
+  "Model folder, hub name, or the built-in target.",
+)
+flags.DEFINE_string(
+  "drafter",
+  None,
+  "Drafter folder, hub name, or a built-in one; default: the built-in"
+  " drafter of the built-in target.",
+)
+flags.DEFINE_string("prompt", None, "One prompt.")
+flags.DEFINE_string(
+  "prompts_file",
+  None,
+  "A prompt a line, or JSONL with prompt, messages or turns.",
+)
+flags.DEFINE_string(
+  "prompt_ids", None, "Comma-separated token ids: no tokenizer is needed."
+)
+flags.DEFINE_integer("max_new_tokens", 512, "Exact upper bound of an answer.")
+flags.DEFINE_float("temperature", 0.0, "0 = greedy.")
+flags.DEFINE_integer("top_k", 0, "Keep the k best tokens; 0 = off.")
+flags.DEFINE_float("top_p", 1.0, "Keep this much probability; 1 = off.")
+flags.DEFINE_float("min_p", 0.0, "Cut below this share of the best; 0 = off.")
+flags.DEFINE_float("repetition_penalty", 1.0, "On seen ids; 1 = off.")
+flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
+flags.DEFINE_integer("num_samples", 1, "Answers a prompt.")
+flags.DEFINE_float(
+  "draft_noise",
+  None,
+  "Strength of the shared noise in drafting, 0 (off) to 1; default: the"
+  " drafter's calibrated one. Never changes the output.",
+)
+flags.DEFINE_string("system", None, "A system turn before each prompt.")
+flags.DEFINE_bool("raw", False, "Plain text, no chat template.")
+flags.DEFINE_multi_string("stop", [], "End an answer before this text.")
+flags.DEFINE_string("method", "eagle", "eagle or plain.")
+flags.DEFINE_string("tree", "dynamic", "dynamic, static, uniform or chain.")
+flags.DEFINE_integer("tree_nodes", None, "Node budget M, the root counted.")
+flags.DEFINE_integer("tree_levels", None, "Levels L.")
+flags.DEFINE_integer("tree_branch", None, "Children of an expanded node.")
+flags.DEFINE_integer("batch_size", 1, "Rows decoded together.")
+flags.DEFINE_integer("context", None, "Most tokens of a row, prompt included.")
+flags.DEFINE_bool("ignore_eos", False, "Go on past end-of-turn tokens.")
+flags.DEFINE_string("dtype", None, "float32 or bfloat16; default: by device.")
+flags.DEFINE_string(
+  "config", None, "A configs/*.py file whose get_config() sets these flags."
+)
+flags.DEFINE_string("output", None, "Write one JSON object a row to this file.")
+flags.DEFINE_bool(
+  "compare", False, "Run plain decoding too: same tokens? How much faster?"
+)
+flags.DEFINE_bool("show", False, "Mark accepted drafts and draw the last tree.")
+
+
+def parse(argv):
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as e:
+    print(f"decode.py: {' '.join(str(e).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv):
+  verbose = F.verbosity > 0
+  logging.set_verbosity(logging.WARNING)  # the libraries', not ours
+  try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag: prompts go in --prompt")
+    command.run(command.from_flags(F, verbose))
+  except InputError as e:
+    if verbose:
+      raise
+    print(f"decode.py: {e}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=parse)

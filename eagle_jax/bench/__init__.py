@@ -1,0 +1,1 @@
+"""Measuring: suites of prompts, methods in turn, tables of figures."""

@@ -1,0 +1,208 @@
+"""python -m eagle_jax.bench --suite FILE --methods plain,dynamic --out DIR"""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+
+import jax
+import tqdm
+from absl import app, flags, logging
+
+from eagle_jax import generation, loading
+from eagle_jax.bench import measure, suites
+from eagle_jax.config import Sampling
+from eagle_jax.errors import InputError
+from eagle_jax.generation import Generator
+
+F = flags.FLAGS
+METHODS = ("plain", "chain", "static", "uniform", "dynamic")
+flags.DEFINE_multi_string(
+  "suite", [], "question.jsonl file; default: the shipped 24 prompts."
+)
+flags.DEFINE_list(
+  "methods", ["plain", "chain", "dynamic"], f"Of {', '.join(METHODS)}."
+)
+flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")
+flags.DEFINE_integer("turns", 0, "Turns asked of each prompt; 0 = all.")
+flags.DEFINE_integer("max_new_tokens", 256, "Of each answer.")
+flags.DEFINE_float("temperature", 0.0, "0 = greedy.")
+flags.DEFINE_float("top_p", 1.0, "Keep this much probability; 1 = off.")
+flags.DEFINE_string("out", "bench_out", "Folder of bench.md and bench.json.")
+flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
+flags.DEFINE_string("drafter", None, "As in decode.py.")
+flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
+flags.DEFINE_float("draft_noise", None, "As in decode.py.")
+flags.DEFINE_integer("tree_nodes", None, "Node budget M of dynamic, uniform.")
+flags.DEFINE_integer("tree_levels", None, "Levels L of dynamic, chain.")
+flags.DEFINE_integer("tree_branch", None, "Branch of dynamic, uniform.")
+flags.DEFINE_string("dtype", None, "As in decode.py.")
+
+
+def table(figures: dict) -> str:
+  """The figures as Markdown, a suite and a method a row."""
+  lines = [
+    "| suite | method | tau | without loops | tokens/s | ratio to plain"
+    " | 95% | accepted by depth | diverged |",
+    "|---|---|---:|---:|---:|---:|---|---|---:|",
+  ]
+  number = lambda x, digits=2: "" if x is None else f"{x:.{digits}f}"
+  for suite, methods in figures["suites"].items():
+    for name, f in methods.items():
+      span = (
+        f"{f['ratio_low']:.2f}-{f['ratio_high']:.2f}"
+        if "ratio_low" in f
+        else ""
+      )
+      depth = " ".join(f"{a:.2f}" for a in f["accept_by_depth"])
+      lines.append(
+        f"| {suite} | {name} | {number(f['tau'])} |"
+        f" {number(f['tau_without_loops'])} | {f['tokens_per_s']:.1f} |"
+        f" {number(f.get('ratio_to_plain'))} | {span} | {depth} |"
+        f" {f['diverged']} |"
+      )
+  return "\n".join(lines)
+
+
+def _specs(methods: list[str]) -> dict:
+  """Method -> tree; a size flag goes to the trees that take it."""
+  takes = {
+    "chain": ("levels",),
+    "static": (),
+    "uniform": ("nodes", "branch"),
+    "dynamic": ("nodes", "levels", "branch"),
+  }
+  sizes = {n: F[f"tree_{n}"].value for n in ("nodes", "levels", "branch")}
+  specs = {}
+  for name in methods:
+    if name not in METHODS:
+      raise InputError(
+        f"method {name!r} is unknown: use some of {', '.join(METHODS)}"
+      )
+    if name == "plain":
+      specs[name] = None
+    else:
+      specs[name] = generation.tree_spec(
+        name, **{n: sizes[n] for n in takes[name]}
+      )
+  return specs
+
+
+def run() -> None:
+  files = [pathlib.Path(f) for f in F.suite] or [suites.SHIPPED]
+  names = [f.stem for f in files]
+  if len(set(names)) != len(names):
+    raise InputError("two suites have the same file name: rename one")
+  for name in ("limit", "turns"):
+    if F[name].value < 0:
+      raise InputError(f"{name} {F[name].value} must be 0 (all) or more")
+  sampling = Sampling(F.temperature, top_p=F.top_p, draft_noise=F.draft_noise)
+  asked = {
+    n: suites.read(f, F.limit) for n, f in zip(names, files, strict=True)
+  }
+  specs = _specs(F.methods)
+  out = pathlib.Path(F.out)
+  out.mkdir(parents=True, exist_ok=True)
+
+  say = lambda line: print(line, file=sys.stderr, flush=True)
+  generation.use_compilation_cache()
+  target = loading.load_target(
+    F.target, F.dtype or loading.default_dtype(), say
+  )
+  drafter = None
+  if set(F.methods) != {"plain"}:
+    if F.drafter is None and F.target != loading.DEFAULT_TARGET:
+      raise InputError(f"no drafter for target {F.target!r}: give --drafter")
+    drafter = loading.load_drafter(
+      F.drafter or loading.DEFAULT_DRAFTER, target, say
+    )
+  generators = {
+    name: Generator(target, drafter, "eagle" if spec else "plain", spec)
+    for name, spec in specs.items()
+  }
+  figures = {
+    "date": datetime.date.today().isoformat(),
+    "device": f"{jax.devices()[0].device_kind} x{jax.device_count()}",
+    "host": f"{platform.machine()}, {platform.system()}",
+    "versions": {
+      p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax")
+    },
+    "target": F.target,
+    "drafter": F.drafter or loading.DEFAULT_DRAFTER,
+    "dtype": target.config.dtype,
+    "seed": F.seed,
+    "temperature": F.temperature,
+    "top_p": F.top_p,
+    "draft_noise": sampling.draft_noise
+    if sampling.draft_noise is not None
+    else drafter and drafter.config.draft_noise,
+    "max_new_tokens": F.max_new_tokens,
+    "trees": {
+      n: {"nodes": s.num_nodes, "levels": s.levels, "branch": s.branch}
+      for n, s in specs.items()
+      if s
+    },
+    "suites": {},
+  }
+
+  def write() -> None:
+    """After every suite, so that a long run that dies leaves what it has."""
+    for name, content in {
+      "bench.json": json.dumps(figures, indent=1),
+      "bench.md": table(figures),
+    }.items():
+      part = out / f"{name}.part"
+      part.write_text(content + "\n", encoding="utf-8")
+      part.replace(out / name)
+
+  for name, questions in asked.items():
+    # Warm up: compiles what the longest prompt needs and touches all weights.
+    longest = max(questions, key=lambda q: sum(map(len, q.turns)))
+    for generator in generators.values():
+      generator.generate([longest.turns[0]], max_new_tokens=F.max_new_tokens)
+    with tqdm.tqdm(
+      total=len(questions) * len(generators), unit="answer"
+    ) as bar:
+
+      def progress(method, index, bar=bar, name=name):
+        bar.set_description(f"{name} {index + 1} {method}", refresh=False)
+        bar.update()
+
+      rows = measure.run(
+        generators,
+        questions,
+        sampling,
+        F.max_new_tokens,
+        F.seed,
+        F.turns,
+        progress,
+      )
+    figures["suites"][name] = measure.summary(rows)
+    write()
+  print(table(figures))
+  say(f"written: {out / 'bench.md'}, {out / 'bench.json'}")
+
+
+def main(argv):
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag")
+    run()
+  except InputError as e:
+    print(f"bench: {e}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv):
+  try:
+    return F(argv)
+  except flags.Error as e:
+    print(f"bench: {' '.join(str(e).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=parse)

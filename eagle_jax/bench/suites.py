@@ -1,0 +1,38 @@
+"""Prompt suites in the public question.jsonl format."""
+
+import dataclasses
+import pathlib
+
+from eagle_jax.errors import InputError
+from eagle_jax.training import chats
+
+SHIPPED = pathlib.Path(__file__).parent / "small.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """One conversation: the user's turns, asked one after another."""
+
+  number: int
+  category: str
+  turns: tuple[str, ...]
+
+
+def read(file: pathlib.Path, limit: int) -> list[Question]:
+  """Questions of a suite; limit 0 = all, else the first ones.
+
+  Raises:
+    InputError: a row without question_id or turns, with file and line.
+  """
+  questions = []
+  for where, row in chats.read_jsonl(file):
+    turns = row.get("turns")
+    fit = isinstance(turns, list) and turns
+    if not fit or not all(isinstance(t, str) and t for t in turns):
+      raise InputError(f"{where}: turns must be a list of texts")
+    if not isinstance(row.get("question_id"), int):
+      raise InputError(f"{where}: question_id must be a number")
+    questions.append(
+      Question(row["question_id"], str(row.get("category", "")), tuple(turns))
+    )
+  return questions[:limit] if limit else questions

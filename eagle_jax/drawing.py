@@ -1,0 +1,95 @@
+"""A draft tree, and which tokens were drafted, as text for a terminal."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+  """One row's draft tree and the tokens the target gave: all numpy.
+
+  tokens, parent, scores, valid: [M]. given: the target's tokens of the cycle,
+  accepted drafts first, the bonus token last.
+  """
+
+  tokens: np.ndarray
+  parent: np.ndarray
+  scores: np.ndarray
+  valid: np.ndarray
+  given: Sequence[int]
+
+  def path(self) -> list[int]:
+    """Nodes on the accepted path, the root first."""
+    node, nodes = 0, [0]
+    for token in self.given[:-1]:
+      node = next(
+        i
+        for i in range(1, len(self.tokens))
+        if self.parent[i] == node and self.tokens[i] == token and self.valid[i]
+      )
+      nodes.append(node)
+    return nodes
+
+
+def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
+  """The tree, a node a line; accepted nodes are marked with *.
+
+  " the"
+  ├─ " sky" 0.62 *
+  │  └─ " is" 0.41
+  └─ " sea" 0.11
+
+  The number is the drafter's probability of the path so far.
+
+  Args:
+    piece: token id -> text.
+  """
+  accepted = set(drawn.path())
+  children: dict[int, list[int]] = {}
+  for i in range(1, len(drawn.tokens)):
+    if drawn.valid[i]:
+      children.setdefault(int(drawn.parent[i]), []).append(i)
+  lines = [repr(piece(int(drawn.tokens[0])))]
+
+  def below(node: int, indent: str) -> None:
+    found = sorted(children.get(node, []), key=lambda i: -drawn.scores[i])
+    for i in found:
+      last = i == found[-1]
+      mark = " *" if i in accepted else ""
+      lines.append(
+        f"{indent}{'└─' if last else '├─'} {piece(int(drawn.tokens[i]))!r}"
+        f" {math.exp(drawn.scores[i]):.2f}{mark}"
+      )
+      below(i, indent + ("   " if last else "│  "))
+
+  below(0, "")
+  bonus = piece(int(drawn.given[-1]))
+  lines.append(
+    f"accepted {len(drawn.given) - 1} of {int(drawn.valid.sum()) - 1} drafts;"
+    f" then the target's own {bonus!r}"
+  )
+  return "\n".join(lines)
+
+
+def marked(
+  ids: Sequence[int],
+  accept_lengths: Sequence[int],
+  piece: Callable[[int], str],
+  colour: bool,
+) -> str:
+  """The answer with its accepted drafts marked: green, or in ‹›.
+
+  The first token is prefill's; each cycle then gives its accepted drafts and
+  one token of the target's own.
+  """
+  drafted = [False]
+  for a in accept_lengths:
+    drafted += [True] * a + [False]
+  on, off = ("\033[32m", "\033[0m") if colour else ("‹", "›")
+  return "".join(
+    f"{on}{piece(i)}{off}" if d else piece(i)
+    for i, d in zip(ids, drafted, strict=True)
+  )
