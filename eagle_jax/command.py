@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-
 from eagle_jax import drawing, generation, loading, prompts, text
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError

@@ -199,17 +199,17 @@ BLOCKS = {
   ),
   "everything": (
     masks.Attend(
-      own=masks.Causal(), earlier=masks.Causal(), length=lengths, window=4
+      own=masks.Causal(), earlier=masks.Causal(), length=lengths, window=3
     ),
     T,
     1,
     # Queries stand at 5..8; the window cuts by distance in every block but
     # the steps, which are the query's own row.
     [
-      committed & (np.arange(5, 9)[:, None] - np.arange(S)[None] < 4),
-      causal & ~np.tril(np.ones((T, T), bool), -4),
+      committed & (np.arange(5, 9)[:, None] - np.arange(S)[None] < 3),
+      causal & ~np.tril(np.ones((T, T), bool), -3),
       itself,
-      causal & ~np.tril(np.ones((T, T), bool), -4),
+      causal & ~np.tril(np.ones((T, T), bool), -3),
     ],
   ),
 }

@@ -26,7 +26,10 @@ class Cache:
   """Features of every row, filled as rows are first asked for.
 
   For small setups: the target's pass costs more than the drafter's step, and
-  every epoch after the first is free of it. float16 on disk.
+  every epoch after the first is free of it. float16 on disk; the taps are
+  kept for both kinds of drafter, so that they share one cache.
+
+    row  [ tap0 | tap1 | tap2 | final ]   D each, T times
   """
 
   def __init__(
@@ -36,38 +39,39 @@ class Cache:
     params: dict,
     packed: Packed,
     name: str,
+    kind: str,
     say,
   ):
-    D = target.config.hidden_size
+    D, taps = target.config.hidden_size, len(target.taps)
     rows, T = packed.tokens.shape
-    self.split = D * max(len(target.taps), 1)
-    width = self.split + D if target.taps else D
-    size = rows * T * width * 2
+    width = D * (taps + 1)
     key = hashlib.sha256(
       json.dumps([name, target.taps, T]).encode()
       + packed.tokens.tobytes()
       + packed.documents.tobytes()
     ).hexdigest()[:16]
-    say(f"feature cache {folder / key}: {size / 1e9:.2f} GB for {rows} rows")
+    file, mark = folder / f"{key}.f16", folder / f"{key}.done"
+    size = rows * T * width * 2
+    say(f"feature cache {file}: {size / 1e9:.2f} GB for {rows} rows")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{key}.f16"
-    mode = "r+" if file.exists() else "w+"
-    self.data = np.memmap(file, np.float16, mode, shape=(rows, T, width))
-    mark = folder / f"{key}.done"
-    mode = "r+" if mark.exists() else "w+"
-    self.done = np.memmap(mark, np.uint8, mode, shape=(rows,))
+    kept = lambda f, dtype, shape: np.memmap(
+      f, dtype, "r+" if f.exists() else "w+", shape=shape
+    )
+    self.data = kept(file, np.float16, (rows, T, width))
+    self.done = kept(mark, np.uint8, (rows,))
     self.packed, self.params = packed, params
     self.run = jax.jit(lambda p, t, d, x: target_features(target, p, t, d, x))
-    self.tapped = bool(target.taps)
+    # what the drafter fuses: the taps, or the final feature
+    self.fused = slice(0, -D) if kind == "eagle3" else slice(-D, None)
+    self.final = slice(-D, None)
 
   def __call__(self, rows: np.ndarray):
+    p = self.packed
     for r in rows[self.done[rows] == 0]:
-      p = self.packed
       row = slice(r, r + 1)
-      fused, final = self.run(
+      parts = self.run(
         self.params, p.tokens[row], p.documents[row], p.positions[row]
       )
-      parts = [fused, final] if self.tapped else [final]
       made = np.asarray(jnp.concatenate(parts, -1).astype(jnp.float16))[0]
       if not np.isfinite(made).all():
         raise InputError(
@@ -75,7 +79,8 @@ class Cache:
         )
       self.data[r] = made
       self.done[r] = 1
-    kept = self.data[rows].astype(np.float32)
-    if not self.tapped:
-      return kept, kept
-    return kept[..., : self.split], kept[..., self.split :]
+    kept = self.data[rows]
+    return (
+      kept[..., self.fused].astype(np.float32),
+      kept[..., self.final].astype(np.float32),
+    )

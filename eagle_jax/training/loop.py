@@ -238,6 +238,10 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
       f"batch_size {c.batch_size} is more than the {len(packed)} rows of data"
     )
   total = steps_an_epoch * c.epochs
+  if c.warmup_steps >= total:
+    raise InputError(
+      f"warmup_steps {c.warmup_steps} must be below the run's {total} steps"
+    )
   optimizer = make_optimizer(c, total)
   # params are copied: the state is donated, the target's arrays are not ours
   state = TrainState(
@@ -255,8 +259,11 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
 
   if c.features == "cached":
     folder = out.parent / "features"
-    get_train = features.Cache(folder, target, target_params, packed, name, say)
-    get_held = features.Cache(folder, target, target_params, held, name, say)
+    tapped = Target(target_config, tuple(taps))
+    get_train, get_held = (
+      features.Cache(folder, tapped, target_params, p, name, c.kind, say)
+      for p in (packed, held)
+    )
   else:
     run = jax.jit(
       lambda p, t, d, x: features.target_features(target, p, t, d, x)

@@ -1,0 +1,154 @@
+"""python -m eagle_jax.training.calibrate --drafter DIR --data heldout.jsonl
+
+How strongly should drafting use the noise that the target will draw with? On
+held-out chats: the target's own token at each position (its logits plus the
+noise) against the drafter's best children at several strengths. The strength
+with the most hits among `branch` children is written to the drafter's
+config.json, the whole curve beside it.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from eagle_jax import loading
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.errors import InputError
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.speculation.sampling import gumbel, row_seed
+from eagle_jax.training import data, features, losses
+
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+WIDTHS = (1, 4, 10)
+
+
+def curve(
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  packed: data.Packed,
+  temperature: float,
+  seed: int,
+) -> dict[str, list[float]]:
+  """Share of first-level drafts that hold the target's token.
+
+  Returns:
+    strength -> hits among the best 1, 4 and 10 children.
+  """
+  module = Drafter(drafter.config)
+  network = Target(target.config, drafter.config.taps)
+  vocabulary = jnp.asarray(drafter.vocabulary)
+  V = target.config.vocab_size
+
+  @jax.jit
+  def hits(target_params, params, tokens, mask, documents, positions, key):
+    fused, final = features.target_features(
+      network, target_params, tokens, documents, positions
+    )
+    batch = losses.Batch(tokens, mask, documents, positions, fused, final)
+    out = losses.unroll(module, params, batch, 1)[0]
+    draft = module.apply({"params": params}, out, method="logits")[0]
+    logits = network.apply(
+      {"params": target_params}, losses.shift(final, 1)[0], method="logits"
+    )
+    T = tokens.shape[1]
+    noise = gumbel(jnp.broadcast_to(key, (T, 2)), positions[0] + 2, V)
+    wanted = jnp.argmax(logits / temperature + noise, axis=-1)
+    rows = losses.counted(batch, 0)[0]
+    found = []
+    for strength in STRENGTHS:
+      keys = draft / temperature + strength * noise[:, vocabulary]
+      best = vocabulary[jax.lax.top_k(keys, max(WIDTHS))[1]]
+      same = (best == wanted[:, None]) & rows[:, None]
+      found.append([jnp.sum(same[:, :k]) for k in WIDTHS])
+    return jnp.array(found), jnp.sum(rows)
+
+  total, count = np.zeros((len(STRENGTHS), len(WIDTHS))), 0
+  run = functools.partial(hits, target.params, drafter.params)
+  for r in range(len(packed)):
+    row = slice(r, r + 1)
+    found, rows = run(
+      packed.tokens[row],
+      packed.mask[row],
+      packed.documents[row],
+      packed.positions[row],
+      row_seed(seed, r, 0),
+    )
+    total += np.asarray(found)
+    count += int(rows)
+  return {
+    str(s): (total[i] / count).round(4).tolist()
+    for i, s in enumerate(STRENGTHS)
+  }
+
+
+def best(measured: dict[str, list[float]], width: int) -> float:
+  """The strength with the most hits among `width` children."""
+  return float(max(measured, key=lambda s: measured[s][WIDTHS.index(width)]))
+
+
+def write(folder: pathlib.Path, strength: float, notes: dict) -> None:
+  """Put the strength into a drafter's config.json."""
+  file = folder / "config.json"
+  raw = json.loads(file.read_text())
+  raw["eagle_jax"] |= {"draft_noise": strength, "calibration": notes}
+  part = file.with_suffix(".part")
+  part.write_text(json.dumps(raw, indent=1) + "\n")
+  part.replace(file)
+
+
+def _run(f) -> None:
+  say = lambda line: print(line, file=sys.stderr, flush=True)
+  if not f.data or not f.drafter:
+    raise InputError("--drafter and --data are needed: a folder, and chats")
+  if f.temperature <= 0 or f.rows < 1:
+    raise InputError("temperature must be above 0 and rows at least 1")
+  target = loading.load_target(f.target, loading.default_dtype(), say)
+  drafter = loading.load_drafter(f.drafter, target, say)
+  packed = data.load([pathlib.Path(f.data)], target.tokenizer, 512, 0)
+  packed = data.Packed(
+    *(
+      getattr(packed, n)[: f.rows]
+      for n in ("tokens", "mask", "documents", "positions")
+    )
+  )
+  measured = curve(target, drafter, packed, f.temperature, f.seed)
+  print(f"{'strength':>8}" + "".join(f"  first {k:<3}" for k in WIDTHS))
+  for strength, hits in measured.items():
+    print(f"{strength:>8}" + "".join(f"  {h:<9.3f}" for h in hits))
+  chosen = best(measured, f.width)
+  write(
+    pathlib.Path(f.drafter),
+    chosen,
+    {"temperature": f.temperature, "hits_of": list(WIDTHS), "hits": measured},
+  )
+  print(f"draft_noise {chosen} written to {f.drafter}/config.json")
+
+
+def main(argv):
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag")
+    _run(flags.FLAGS)
+  except InputError as e:
+    print(f"calibrate: {e}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
+  flags.DEFINE_string("drafter", None, "Drafter folder; its config is written.")
+  flags.DEFINE_string("data", None, "Held-out chats, JSONL.")
+  flags.DEFINE_float("temperature", 1.0, "At which to calibrate.")
+  flags.DEFINE_integer("rows", 16, "Rows of 512 tokens to use.")
+  flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
+  flags.DEFINE_integer("seed", 0, "Of the noise.")
+  app.run(main)

@@ -1,0 +1,173 @@
+"""Drafters against what the original code computed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle_jax.checkpoints import drafters, hf_target
+from eagle_jax.models import kv_cache, masks
+from eagle_jax.models.drafter import Drafter, one_layer
+
+EAGLE = ("eagle2_llama", "eagle2_qwen2")
+EAGLE3 = ("eagle3_llama", "eagle3_qwen3")
+
+
+def relative(got, wanted) -> float:
+  """The largest error, in units of the largest wanted value."""
+  got, wanted = np.asarray(got), np.asarray(wanted)
+  assert got.shape == wanted.shape
+  return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def load(golden, case):
+  data = golden(case)
+  target, params = hf_target.load(data.folder / "target", "float32")
+  loaded = drafters.load(data.folder / "drafter", target, params)
+  return loaded, data.arrays
+
+
+def method(loaded, name, *args):
+  return Drafter(loaded.config).apply(
+    {"params": loaded.params}, *args, method=name
+  )
+
+
+def forward(loaded, tokens, features, start=0, prefix=None):
+  """One pass over T pairs at positions start.. behind `prefix`."""
+  tokens = jnp.asarray(tokens, jnp.int32)
+  positions = start + jnp.arange(tokens.shape[1])[None]
+  length = None if prefix is None else jnp.array([start])
+  attend = masks.Attend(own=masks.Causal(), length=length)
+  return method(
+    loaded,
+    "__call__",
+    tokens,
+    jnp.asarray(features),
+    positions,
+    attend,
+    prefix,
+    None,
+    (),
+  )
+
+
+@pytest.mark.parametrize("case", EAGLE + EAGLE3)
+def test_golden_outputs(golden, case):
+  loaded, arrays = load(golden, case)
+  assert loaded.config.kind == ("eagle3" if case in EAGLE3 else "eagle")
+  fused = method(loaded, "fuse", jnp.asarray(arrays["drafter/in_features"]))
+  out, rows = forward(loaded, arrays["drafter/in_ids"], fused)
+  assert relative(out, arrays["drafter/out_features"]) < 1e-4
+  assert relative(rows.k, arrays["drafter/key_cache"]) < 1e-4
+  assert relative(rows.v, arrays["drafter/value_cache"]) < 1e-4
+  scores = method(loaded, "logits", out)
+  assert scores.shape[-1] == loaded.config.draft_vocab_size
+  assert relative(scores, arrays["drafter/logits"]) < 1e-4
+
+
+@pytest.mark.parametrize("case", EAGLE3)
+def test_golden_eagle3_parts(golden, case):
+  """The fusion, the head's norm, and the output fed back before that norm."""
+  loaded, arrays = load(golden, case)
+  ids = arrays["drafter/in_ids"]
+  fused = method(loaded, "fuse", jnp.asarray(arrays["drafter/in_features"]))
+  assert relative(fused, arrays["drafter/fc_out"]) < 1e-4
+  out, _ = forward(loaded, ids, fused)
+  normed = method(loaded, "feature", out)
+  assert relative(normed, arrays["drafter/out_features_normed"]) < 1e-4
+  again, _ = forward(loaded, ids, out)
+  wanted = arrays["drafter/fed_back_out_features"]
+  assert relative(again, wanted) < 1e-4
+  wrong, _ = forward(loaded, ids, normed)
+  assert relative(wrong, wanted) > 1e-2
+
+
+@pytest.mark.parametrize("case", EAGLE)
+def test_eagle_fuses_and_norms_nothing(golden, case):
+  loaded, arrays = load(golden, case)
+  features = jnp.asarray(arrays["drafter/in_features"])
+  assert method(loaded, "fuse", features) is features
+  assert method(loaded, "feature", features) is features
+
+
+@pytest.mark.parametrize("case", EAGLE3)
+def test_golden_draft_ids_are_target_ids(golden, case):
+  """d2t holds offsets: the first ten children, as ids of both vocabularies."""
+  loaded, arrays = load(golden, case)
+  step = "draft/t60/step0/"
+  ours = loaded.vocabulary[arrays[step + "level0/topk_index"][0]]
+  np.testing.assert_array_equal(ours, arrays[step + "tokens_flat"][:10])
+
+
+@pytest.mark.parametrize("case", ["eagle2_llama", "eagle3_llama"])
+def test_golden_drafter_in_pieces(golden, case):
+  """Reading newly accepted pairs behind a cache equals reading all at once."""
+  loaded, arrays = load(golden, case)
+  c = loaded.config
+  ids = arrays["drafter/in_ids"]
+  fused = method(loaded, "fuse", jnp.asarray(arrays["drafter/in_features"]))
+  cache = kv_cache.init(
+    1, 1, c.num_kv_heads, ids.shape[1] + 2, c.head_size, "float32"
+  )
+  got, start = [], 0
+  for stop in (6, 7, 11, ids.shape[1]):
+    out, rows = forward(
+      loaded, ids[:, start:stop], fused[:, start:stop], start, cache[0]
+    )
+    cache = kv_cache.commit(cache, one_layer(rows), jnp.array([start]))
+    got.append(out)
+    start = stop
+  out = jnp.concatenate(got, 1)
+  assert relative(out, arrays["drafter/out_features"]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_positions_past_the_limit_still_work(kind):
+  """Official drafters name a shorter context than their target's: rotary
+  positions go on, and only distances count."""
+  target = tiny.target(num_layers=8)
+  loaded = tiny.drafter(target, kind, W=48)
+  loaded = dataclasses.replace(
+    loaded, config=dataclasses.replace(loaded.config, max_positions=8)
+  )
+  features = jax.random.normal(jax.random.key(0), (1, 5, tiny.D))
+  here, _ = forward(loaded, [[1, 2, 3, 4, 5]], features)
+  far, _ = forward(loaded, [[1, 2, 3, 4, 5]], features, start=500)
+  np.testing.assert_allclose(far, here, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_window_of_a_drafter_is_used(kind):
+  """With a window of 1 each row sees itself alone, like a row by itself."""
+  target = tiny.target(num_layers=8)
+  loaded = tiny.drafter(target, kind, W=48)
+  narrow = dataclasses.replace(
+    loaded, config=dataclasses.replace(loaded.config, sliding_window=1)
+  )
+  features = jax.random.normal(jax.random.key(1), (1, 4, tiny.D))
+  tokens = jnp.array([[9, 8, 7, 6]])
+  wide, _ = forward(loaded, tokens, features)
+  out, _ = forward(narrow, tokens, features)
+  for t in range(4):
+    alone, _ = forward(
+      loaded, tokens[:, t : t + 1], features[:, t : t + 1], start=t
+    )
+    np.testing.assert_allclose(out[0, t], alone[0, 0], atol=1e-5)
+  assert np.abs(out - wide)[0, 3].max() > 1e-3
+
+
+def test_reduced_eagle_head_is_the_cut_target_head():
+  """Draft id i scores what the target's head gives for vocabulary[i]."""
+  target = tiny.target(num_layers=8)
+  loaded = tiny.drafter(target, "eagle", W=20)
+  x = jax.random.normal(jax.random.key(2), (1, 3, tiny.D))
+  table = np.asarray(target.params["embed_tokens"]["embedding"])
+  np.testing.assert_allclose(
+    method(loaded, "logits", x),
+    (np.asarray(x) @ table.T)[..., loaded.vocabulary],
+    atol=1e-4,
+  )
