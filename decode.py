@@ -50,17 +50,38 @@ flags.DEFINE_bool("raw", False, "Plain text, no chat template.")
 flags.DEFINE_multi_string("stop", [], "End an answer before this text.")
 flags.DEFINE_string("method", "eagle", "eagle or plain.")
 flags.DEFINE_string("tree", "dynamic", "dynamic, static, uniform or chain.")
-flags.DEFINE_integer("tree_nodes", None, "Node budget M, the root counted.")
-flags.DEFINE_integer("tree_levels", None, "Levels L.")
-flags.DEFINE_integer("tree_branch", None, "Children of an expanded node.")
-flags.DEFINE_integer("batch_size", 1, "Rows decoded together.")
-flags.DEFINE_integer("context", None, "Most tokens of a row, prompt included.")
+flags.DEFINE_integer(
+  "tree_nodes",
+  None,
+  "Node budget M, the root counted (dynamic, uniform); default: by device.",
+)
+flags.DEFINE_integer(
+  "tree_levels",
+  None,
+  "Levels L: how deep drafts go (dynamic, chain); default: by device.",
+)
+flags.DEFINE_integer(
+  "tree_branch",
+  None,
+  "Children of an expanded node (dynamic, uniform); default: by device.",
+)
+flags.DEFINE_integer("batch_size", 1, "Prompts decoded together.")
+flags.DEFINE_integer(
+  "context",
+  None,
+  "Most tokens of a prompt and its answer; default: the target's limit.",
+)
 flags.DEFINE_bool("ignore_eos", False, "Go on past end-of-turn tokens.")
 flags.DEFINE_string("dtype", None, "float32 or bfloat16; default: by device.")
 flags.DEFINE_string(
   "config", None, "A configs/*.py file whose get_config() sets these flags."
 )
-flags.DEFINE_string("output", None, "Write one JSON object a row to this file.")
+flags.DEFINE_string(
+  "output",
+  None,
+  "Write one JSON object an answer to this file: text, token_ids,"
+  " accept_lengths, tau, tokens_per_s and more.",
+)
 flags.DEFINE_bool(
   "compare", False, "Run plain decoding too: same tokens? How much faster?"
 )
@@ -69,7 +90,7 @@ flags.DEFINE_bool("show", False, "Mark accepted drafts and draw the last tree.")
 
 def parse(argv):
   try:
-    return flags.FLAGS(argv)
+    return F(argv)
   except flags.Error as e:
     print(f"decode.py: {' '.join(str(e).split())}", file=sys.stderr)
     sys.exit(2)
@@ -87,6 +108,8 @@ def main(argv):
       raise
     print(f"decode.py: {e}", file=sys.stderr)
     sys.exit(2)
+  except KeyboardInterrupt:
+    sys.exit(130)  # what a shell expects of Ctrl-C
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ and losses as in smollm2_eagle3.py, so that only the kind differs.
 """
 
 from configs import smollm2_eagle3
-
 from eagle_jax.training.loop import TrainConfig
 
 

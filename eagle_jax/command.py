@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -69,6 +70,7 @@ def read_config(file: str) -> dict:
       " get_config() that returns a dict of decode.py's flags"
     ) from None
   known = [f.name for f in dataclasses.fields(DecodeOptions)]
+  known.remove("verbose")
   for name in values:
     if name not in known:
       near = difflib.get_close_matches(name, known, 1)
@@ -84,7 +86,27 @@ def from_flags(flags, verbose: bool) -> DecodeOptions:
     if field.name in flags and flags[field.name].present:
       given[field.name] = flags[field.name].value
   config = read_config(flags.config) if flags.config else {}
+  for name, value in config.items():
+    config[name] = _fitting(flags, name, value)
   return DecodeOptions(**config | given | {"verbose": verbose})
+
+
+def _fitting(flags, name: str, value):
+  """A config file's value, refused where the flag would refuse it."""
+  flag = flags[name]
+  if value is None and flag.default is None:
+    return None
+  try:
+    if not isinstance(flag.default, list):
+      return flag.parser.parse(value)
+    if not isinstance(value, list | tuple):
+      raise TypeError
+    return [flag.parser.parse(v) for v in value]
+  except (TypeError, ValueError):
+    raise InputError(
+      f"config {flags.config!r}: {name} {value!r} must be of type"
+      f" {flag.flag_type()}"
+    ) from None
 
 
 def say(line: str) -> None:
@@ -102,6 +124,10 @@ def _inputs(o: DecodeOptions) -> list[str | list[dict] | list[int]] | None:
   if len(given) > 1:
     raise InputError(f"--{given[0]} and --{given[1]} exclude each other")
   if o.prompt_ids is not None:
+    if o.system is not None or o.raw:
+      raise InputError(
+        "--prompt_ids are taken as they are: leave out --system and --raw"
+      )
     return [prompts.parse_ids(o.prompt_ids)]
   if o.prompts_file is not None:
     return prompts.read(pathlib.Path(o.prompts_file))
@@ -138,8 +164,20 @@ def _check(o: DecodeOptions) -> None:
     folder = pathlib.Path(o.output).absolute().parent
     if not folder.is_dir():
       raise InputError(f"output folder {folder} does not exist: make it first")
-    if pathlib.Path(o.output).is_dir():
+    if os.path.isdir(o.output):
       raise InputError(f"output {o.output!r} is a folder: name a file")
+
+
+CHAT_LACKS = ("raw", "num_samples", "batch_size", "output", "compare", "show")
+
+
+def _check_chat(o: DecodeOptions) -> None:
+  """Refuses what a chat would ignore."""
+  for name in CHAT_LACKS:
+    if getattr(o, name) != getattr(DecodeOptions, name):
+      raise InputError(
+        f"chat takes no --{name}: give a prompt with --prompt or --prompts_file"
+      )
 
 
 class Session:
@@ -244,7 +282,7 @@ class Totals:
 
   def line(self, compare: bool, compile_seconds: float) -> str:
     rate = self.tokens / self.seconds if self.seconds else 0.0
-    parts = [f"{self.tokens} tokens"]
+    parts = [f"{self.tokens} token{'s' if self.tokens != 1 else ''}"]
     if self.rows > 1:
       parts[0] += f" in {self.rows} rows"
     if self.cycles:
@@ -267,15 +305,11 @@ def run(o: DecodeOptions) -> None:
   """Decode what the options say; answers to stdout, the rest to stderr."""
   _check(o)
   wanted = _inputs(o)
-  session = Session(o)
   if wanted is None:
-    if o.raw or o.num_samples > 1 or o.batch_size > 1:
-      raise InputError(
-        "chat takes neither --raw, --num_samples nor --batch_size: give a"
-        " prompt"
-      )
-    chat(session)
+    _check_chat(o)
+    chat(Session(o))
     return
+  session = Session(o)
   pairs = [
     session.request(p, number, sample)
     for number, p in enumerate(wanted)
@@ -285,11 +319,14 @@ def run(o: DecodeOptions) -> None:
     session.generator.engine.check(request)
   totals = Totals()
   with contextlib.ExitStack() as stack:
-    sink = (
-      stack.enter_context(open(o.output, "w", encoding="utf-8"))
-      if o.output
-      else None
-    )
+    sink = None
+    if o.output:
+      try:
+        sink = stack.enter_context(open(o.output, "w", encoding="utf-8"))
+      except OSError as e:
+        raise InputError(
+          f"output {o.output!r} cannot be written ({e.strerror})"
+        ) from None
     for at in range(0, len(pairs), o.batch_size):
       group = pairs[at : at + o.batch_size]
       _group(session, group, len(pairs) > 1, totals, sink)
@@ -393,7 +430,7 @@ def interruptible() -> Iterator[list[bool]]:
 
 
 def chat(session: Session) -> None:
-  """Turn after turn until an empty end of input; Ctrl-C stops an answer."""
+  """Turn after turn until the input ends; Ctrl-C stops an answer."""
   o = session.o
   say("chat with the target; Ctrl-C stops an answer, Ctrl-D ends")
   messages = [{"role": "system", "content": o.system}] if o.system else []

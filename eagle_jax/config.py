@@ -97,6 +97,12 @@ class DrafterConfig(LayerConfig):
         f"taps {self.taps} do not fit kind {self.kind!r}: 'eagle3' reads"
         " tapped layers, 'eagle' reads the final feature only"
       )
+    if (
+      list(self.taps) != sorted(set(self.taps)) or min(self.taps, default=0) < 0
+    ):
+      raise ValueError(
+        f"taps {self.taps} must be layer numbers, each once, ascending"
+      )
     if not 0 < self.draft_vocab_size <= self.vocab_size:
       raise ValueError(
         f"draft_vocab_size {self.draft_vocab_size} is outside 1.."

@@ -37,10 +37,11 @@ class Drawn:
 def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
   """The tree, a node a line; accepted nodes are marked with *.
 
-  " the"
-  ├─ " sky" 0.62 *
-  │  └─ " is" 0.41
-  └─ " sea" 0.11
+  ' the'
+  ├─ ' sky' 0.62 *
+  │  └─ ' is' 0.41
+  └─ ' sea' 0.11
+  accepted 1 of 3 drafts; then the target's own ' was'
 
   The number is the drafter's probability of the path so far.
 

@@ -70,7 +70,7 @@ def tree_spec(
       return tree.eagle1()
     if kind == "uniform":
       return tree.uniform(pick(nodes, 8, 60), pick(branch, 2, 3))
-    if (levels or 1) < 1:
+    if levels is not None and levels < 1:
       raise ValueError(f"tree_levels {levels} must be at least 1")
     return tree.chain(pick(levels, 3, 6))
   except ValueError as e:
@@ -272,6 +272,8 @@ def load(
   say=print,
 ) -> Generator:
   """A generator by names: the shipped target and drafter by default."""
+  if drafter is None and method != "plain" and target != loading.DEFAULT_TARGET:
+    raise InputError(f"no drafter for target {target!r}: give one")
   use_compilation_cache()
   loaded = loading.load_target(target, dtype or loading.default_dtype(), say)
   name = drafter or loading.DEFAULT_DRAFTER

@@ -18,7 +18,7 @@ def read(file: pathlib.Path) -> list[str | list[dict]]:
     InputError: an empty or malformed file, with file and line.
   """
   try:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
   except (OSError, UnicodeDecodeError) as e:
     raise InputError(f"{file}: cannot be read ({e})") from None
   lines = [line for line in text.splitlines() if line.strip()]
@@ -30,10 +30,21 @@ def read(file: pathlib.Path) -> list[str | list[dict]]:
 
 
 def _prompt(row: dict, where: str) -> str | list[dict]:
-  if isinstance(row.get("prompt"), str) and row["prompt"]:
+  if "prompt" in row:
+    if not isinstance(row["prompt"], str) or not row["prompt"]:
+      raise InputError(
+        f"{where}: prompt {json.dumps(row['prompt'])[:60]} must be a text, not"
+        " empty"
+      )
     return row["prompt"]
-  turns = row.get("turns")
-  if isinstance(turns, list) and turns and isinstance(turns[0], str):
+  if "turns" in row:
+    turns = row["turns"]
+    fit = isinstance(turns, list) and turns
+    if not fit or not isinstance(turns[0], str) or not turns[0]:
+      raise InputError(
+        f"{where}: turns {json.dumps(turns)[:60]} must be a list of texts, the"
+        " first not empty"
+      )
     return turns[0]
   if "messages" in row:
     messages = chats.check_messages(row["messages"], where)

@@ -34,15 +34,16 @@ class TextStream:
       ids: all ids of the answer so far.
     """
     whole = self._decode(ids)
-    at = self._find(whole)
-    if at is not None:
+    if self._find(whole) is not None:
       self.stopped = True
+      # The first id that completes a stop string decides, not the chunk.
       keep = next(
         k
         for k in range(1, len(ids) + 1)
         if self._find(self._decode(ids[:k])) is not None
       )
-      return self._hand_out(whole[:at]), keep
+      whole = self._decode(ids[:keep])
+      return self._hand_out(whole[: self._find(whole)]), keep
     end = len(whole.rstrip(_BROKEN))
     for stop in self._stops:
       for n in range(len(stop) - 1, 0, -1):

@@ -34,9 +34,7 @@ COMMON = {
 
 
 def rope(kind: str, **fields) -> dict:
-  return {
-    "rope_parameters": {"rope_theta": 1000.0, "rope_type": kind} | fields
-  }
+  return {"rope_parameters": {"rope_theta": 1000.0, "rope_type": kind} | fields}
 
 
 # name -> config class, its fields, and what of ours must matter: undoing it
@@ -287,7 +285,9 @@ def test_packed_documents_equal_each_alone():
   )
   for part, rows in ((a, slice(0, 4)), (b, slice(4, 7))):
     _, alone = everything(target.config, target.params, [part])
-    np.testing.assert_allclose(out.feature[0, rows], alone.feature[0], atol=2e-5)
+    np.testing.assert_allclose(
+      out.feature[0, rows], alone.feature[0], atol=2e-5
+    )
 
 
 def test_no_row_depends_on_a_later_token():

@@ -76,6 +76,8 @@ def _specs(methods: list[str]) -> dict:
   }
   sizes = {n: F[f"tree_{n}"].value for n in ("nodes", "levels", "branch")}
   specs = {}
+  if not methods:
+    raise InputError(f"no methods: use some of {', '.join(METHODS)}")
   for name in methods:
     if name not in METHODS:
       raise InputError(
@@ -95,16 +97,22 @@ def run() -> None:
   names = [f.stem for f in files]
   if len(set(names)) != len(names):
     raise InputError("two suites have the same file name: rename one")
-  for name in ("limit", "turns"):
-    if F[name].value < 0:
-      raise InputError(f"{name} {F[name].value} must be 0 (all) or more")
+  for name, least, rule in (
+    ("limit", 0, "0 (all) or more"),
+    ("turns", 0, "0 (all) or more"),
+    ("max_new_tokens", 1, "at least 1"),
+    ("seed", 0, "0 or more"),
+  ):
+    if F[name].value < least:
+      raise InputError(f"{name} {F[name].value} must be {rule}")
+  if F.dtype not in (None, "float32", "bfloat16"):
+    raise InputError(f"dtype {F.dtype!r} must be float32 or bfloat16")
   sampling = Sampling(F.temperature, top_p=F.top_p, draft_noise=F.draft_noise)
   asked = {
     n: suites.read(f, F.limit) for n, f in zip(names, files, strict=True)
   }
   specs = _specs(F.methods)
   out = pathlib.Path(F.out)
-  out.mkdir(parents=True, exist_ok=True)
 
   say = lambda line: print(line, file=sys.stderr, flush=True)
   generation.use_compilation_cache()
@@ -122,6 +130,12 @@ def run() -> None:
     name: Generator(target, drafter, "eagle" if spec else "plain", spec)
     for name, spec in specs.items()
   }
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise InputError(
+      f"out {F.out!r} cannot be made a folder ({e.strerror})"
+    ) from None
   figures = {
     "date": datetime.date.today().isoformat(),
     "device": f"{jax.devices()[0].device_kind} x{jax.device_count()}",
@@ -162,9 +176,8 @@ def run() -> None:
     longest = max(questions, key=lambda q: sum(map(len, q.turns)))
     for generator in generators.values():
       generator.generate([longest.turns[0]], max_new_tokens=F.max_new_tokens)
-    with tqdm.tqdm(
-      total=len(questions) * len(generators), unit="answer"
-    ) as bar:
+    asks = sum(len(q.turns[: F.turns or None]) for q in questions)
+    with tqdm.tqdm(total=asks * len(generators), unit="answer") as bar:
 
       def progress(method, index, bar=bar, name=name):
         bar.set_description(f"{name} {index + 1} {method}", refresh=False)

@@ -17,10 +17,10 @@ LOOP = 20  # an n-gram of that many tokens seen twice is a looping tail
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One answer of one method: tokens, accept_lengths, seconds.
+  """One answer of one method.
 
-  depth_tried[i], depth_hit[i]: cycles whose accepted path reached level i and
-  level i + 1.
+  accept_lengths: one a cycle. divergence: None where plain decoding gave the
+  same tokens, or was not asked.
   """
 
   tokens: list[int]

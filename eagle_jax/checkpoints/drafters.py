@@ -39,6 +39,7 @@ _SHARED = [
   Rule(r"embed_tokens\.weight", "embed_tokens/embedding"),
   Rule(r"fc\.weight", "fc/kernel", transpose=True),
   Rule(r"fc\.bias", "fc/bias"),
+  Rule(r"lm_head\.weight", "lm_head/kernel", transpose=True),  # if its own
 ]
 RULES = {
   "eagle": _SHARED + [Rule(_EAGLE + p, to, t) for p, to, t in _BLOCK],
@@ -48,7 +49,6 @@ RULES = {
     Rule(_EAGLE3 + r"input_layernorm\.weight", "input_layernorm/scale"),
     Rule(_EAGLE3 + r"hidden_norm\.weight", "hidden_norm/scale"),
     Rule(r"norm\.weight", "norm/scale"),
-    Rule(r"lm_head\.weight", "lm_head/embedding"),
   ],
 }
 
@@ -84,7 +84,16 @@ def parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def official_taps(num_layers: int) -> tuple[int, int, int]:
-  """The layers whose inputs an EAGLE-3 drafter reads."""
+  """The layers whose inputs an EAGLE-3 drafter reads.
+
+  Raises:
+    InputError: a target so shallow that they coincide.
+  """
+  if num_layers < 7:
+    raise InputError(
+      f"a target of {num_layers} layers is too shallow for the three taps of"
+      " an EAGLE-3 drafter: give taps, ascending, or use kind 'eagle'"
+    )
   return (2, num_layers // 2, num_layers - 3)
 
 
@@ -181,7 +190,9 @@ def load(
     raise InputError(
       f"{folder / 'config.json'}: field {e} is missing"
     ) from None
-  except ValueError as e:
+  except InputError:
+    raise
+  except (ValueError, TypeError) as e:
     raise InputError(f"{folder / 'config.json'}: {e}") from None
   vocabulary = _vocabulary(special.get("d2t"), config, where)
   if "t2d" in special:
@@ -195,7 +206,7 @@ def load(
     for path, shape in parameter_shapes(config).items()
     if not (
       (path == "embed_tokens/embedding" and "embed_tokens.weight" not in names)
-      or (path == "lm_head/embedding" and "lm_head.weight" not in names)
+      or (path == "lm_head/kernel" and "lm_head.weight" not in names)
     )
   }
   dtype = jnp.dtype(target.dtype)
@@ -216,11 +227,14 @@ def load(
 def target_rows(
   target: TargetConfig, target_params: dict, vocabulary: np.ndarray
 ) -> dict:
-  """The target's head cut to the draft vocabulary; whole: by reference."""
-  head = target_params["embed_tokens" if target.tied_head else "lm_head"]
+  """The target's head [D, W] cut to the draft vocabulary; by reference where
+  it is whole and lies like that already."""
+  if target.tied_head:
+    table = target_params["embed_tokens"]["embedding"]
+    return {"kernel": table[vocabulary].T}
   if len(vocabulary) == target.vocab_size:
-    return head
-  return {"embedding": head["embedding"][vocabulary]}
+    return target_params["lm_head"]
+  return {"kernel": target_params["lm_head"]["kernel"][:, vocabulary]}
 
 
 def save(
@@ -239,6 +253,9 @@ def save(
     notes: training facts, kept in config.json.
     dtype: of the stored weights.
   """
+  for field in ("rope_scaling", "sliding_window", "qk_norm"):
+    if getattr(config, field):
+      raise ValueError(f"the official layout has no place for {field}")
   from safetensors.numpy import save_file
 
   prefix = "midlayer." if config.kind == "eagle3" else "layers.0."

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,7 @@ _NAMES = {
 }
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, file: pathlib.Path) -> str:
   fixed = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -112,8 +113,13 @@ def _hf_name(name: str) -> str:
   }
   if name in fixed:
     return fixed[name]
-  _, layer, part, suffix = name.split(".")
-  return f"model.layers.{layer}.{_NAMES[part]}.{suffix}"
+  match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+  if not match or match[2] not in _NAMES:
+    raise InputError(
+      f"{file}: GGUF tensor {name!r} is not of the Llama shape: only such"
+      " models can be read"
+    )
+  return f"model.layers.{match[1]}.{_NAMES[match[2]]}.{match[3]}"
 
 
 def _tokenizer(field) -> dict:
@@ -153,7 +159,7 @@ def convert(file: pathlib.Path, folder: pathlib.Path) -> None:
 
   try:
     reader = gguf.GGUFReader(file)
-  except (ValueError, OSError, IndexError) as e:
+  except Exception as e:  # the reader names none of its own
     raise InputError(
       f"{file}: not a readable GGUF file ({e}): it may be truncated"
     ) from None
@@ -173,7 +179,7 @@ def convert(file: pathlib.Path, folder: pathlib.Path) -> None:
   kv_heads = field("llama.attention.head_count_kv")
   weights = {}
   for tensor in reader.tensors:
-    name = _hf_name(tensor.name)
+    name = _hf_name(tensor.name, file)
     array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     array = array.astype(np.float32)
     if name.endswith("q_proj.weight"):

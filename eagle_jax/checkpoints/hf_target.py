@@ -41,7 +41,7 @@ RULES = [
     r"layers_\1/\2_layernorm/scale",
   ),
   Rule(r"(?:model\.)?norm\.weight", "norm/scale"),
-  Rule(r"lm_head\.weight", "lm_head/embedding"),
+  Rule(r"lm_head\.weight", "lm_head/kernel", transpose=True),
 ]
 # Buffers of old transformers versions, recomputed from the config.
 _BUFFERS = r".*rotary_emb\.inv_freq"
@@ -83,7 +83,7 @@ def rope_scaling(raw: dict | None) -> RopeScaling | None:
       beta_slow=float(raw.get("beta_slow") or 1),
       attention_factor=float(attention),
     )
-  raise InputError(
+  raise ValueError(
     f"rope scaling {kind!r} is not supported: linear, llama3 and yarn are"
   )
 
@@ -113,7 +113,6 @@ def target_config(
       scaling = dataclasses.replace(
         scaling, original_max_positions=raw["max_position_embeddings"]
       )
-    windowed = raw.get("use_sliding_window", family == "mistral")
     switches = {"qkv_bias": bool(raw.get("attention_bias", False))} | FAMILIES[
       family
     ]
@@ -131,12 +130,35 @@ def target_config(
       rope_theta=float(theta),
       max_positions=raw["max_position_embeddings"],
       rope_scaling=scaling,
-      sliding_window=raw.get("sliding_window") if windowed else None,
+      sliding_window=_sliding_window(raw, family, where),
       dtype=dtype,
       **switches,
     )
+  except InputError:
+    raise
   except KeyError as e:
     raise InputError(f"{where}: field {e} is missing") from None
+  except (ValueError, TypeError, AttributeError) as e:
+    raise InputError(f"{where}: {e}") from None
+
+
+def _sliding_window(raw: dict, family: str, where: str) -> int | None:
+  """The window of all layers; refuses a mix of windowed and full ones."""
+  window = raw.get("sliding_window")
+  if not window or not raw.get("use_sliding_window", family == "mistral"):
+    return None
+  layers = raw["num_hidden_layers"]
+  first = 0 if family == "mistral" else raw.get("max_window_layers", layers)
+  kinds = raw.get("layer_types") or [
+    "full_attention" if i < first else "sliding_attention"
+    for i in range(layers)
+  ]
+  if len(set(kinds)) > 1:
+    raise InputError(
+      f"{where}: some layers have a sliding window and some do not (layer_types"
+      " or max_window_layers): such a mix is not supported"
+    )
+  return window if kinds[0] == "sliding_attention" else None
 
 
 def parameter_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
@@ -152,13 +174,16 @@ def parameter_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
 def read_config(folder: pathlib.Path) -> dict:
   file = folder / "config.json"
   try:
-    return json.loads(file.read_text())
+    raw = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:
     raise InputError(
       f"{file} does not exist: give the folder of a Hugging Face model"
     ) from None
-  except json.JSONDecodeError as e:
+  except ValueError as e:  # not JSON, or not text
     raise InputError(f"{file}: not valid JSON ({e})") from None
+  if not isinstance(raw, dict):
+    raise InputError(f"{file}: a JSON object is wanted")
+  return raw
 
 
 def load(

@@ -31,7 +31,12 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
   if single.exists():
     return [single]
   if index.exists():
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+      names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+      raise InputError(
+        f"{index}: not an index with a weight_map: copy it again"
+      ) from None
     missing = [n for n in names if not (folder / n).exists()]
     if missing:
       raise InputError(

@@ -36,7 +36,7 @@ class Drafter(nn.Module):
     self.self_attn = layers.Attention(c)
     self.mlp = layers.MLP(c)
     self.post_attention_layernorm = layers.RMSNorm(c.norm_eps)
-    self.lm_head = layers.Embed(c.draft_vocab_size, c.hidden_size, c.dtype)
+    self.lm_head = layers.Head(c.draft_vocab_size, c.dtype)
     if c.kind == "eagle3":
       self.input_layernorm = layers.RMSNorm(c.norm_eps)
       self.hidden_norm = layers.RMSNorm(c.norm_eps)
@@ -93,7 +93,7 @@ class Drafter(nn.Module):
 
   def logits(self, out: Array) -> Array:
     """float32[..., W] over the draft vocabulary."""
-    return self.lm_head.scores(self.feature(out))
+    return self.lm_head(self.feature(out))
 
   def everything(self, tokens, features, positions) -> Array:
     """Touches every parameter: for `init` and shape checks."""

@@ -202,6 +202,23 @@ class Dense(nn.Module):
     return y
 
 
+class Head(nn.Module):
+  """float32 scores of a vocabulary; kernel [D, V]."""
+
+  num_ids: int
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    kernel = self.param("kernel", _INIT, (x.shape[-1], self.num_ids))
+    return jnp.matmul(
+      x,
+      kernel.astype(self.dtype),
+      precision=precision(self.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+
 class RMSNorm(nn.Module):
   eps: float
 
@@ -212,7 +229,8 @@ class RMSNorm(nn.Module):
 
 
 class Embed(nn.Module):
-  """A table [V, D]: rows for ids in, scores against all rows out."""
+  """A table [V, D]: rows for ids in; scores against all rows out, where the
+  head is tied to it."""
 
   num_rows: int
   width: int

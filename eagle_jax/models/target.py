@@ -58,7 +58,7 @@ class Target(nn.Module):
     self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
     self.norm = layers.RMSNorm(c.norm_eps)
     if not c.tied_head:
-      self.lm_head = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
+      self.lm_head = layers.Head(c.vocab_size, c.dtype)
 
   def __call__(
     self,
@@ -94,10 +94,11 @@ class Target(nn.Module):
     feature = self.norm(x)
     tapped = jnp.concatenate([*taps, feature[..., :0]], axis=-1)
     if not c.tied_head and self.is_initializing():
-      self.lm_head.scores(feature)
+      self.lm_head(feature)
     return TargetOut(feature, tapped), tuple(rows)
 
   def logits(self, feature: Array) -> Array:
     """float32[..., V]. Its own call, so that nobody pays for unread rows."""
-    head = self.embed_tokens if self.config.tied_head else self.lm_head
-    return head.scores(feature)
+    if self.config.tied_head:
+      return self.embed_tokens.scores(feature)
+    return self.lm_head(feature)

@@ -1,6 +1,5 @@
 """Tokenised chats packed into rows of fixed length."""
 
-import collections
 import dataclasses
 import pathlib
 
@@ -93,7 +92,3 @@ def order(rows: int, batch: int, seed: int, epoch: int) -> np.ndarray:
   rng = np.random.default_rng([seed, epoch])
   steps = rows // batch
   return rng.permutation(rows)[: steps * batch].reshape(steps, batch)
-
-
-def ids_seen(packed: Packed) -> collections.Counter:
-  return collections.Counter(packed.tokens[packed.mask].tolist())

@@ -227,7 +227,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     params = start.from_last_layer(params, config, target_config, target_params)
   params, frozen = split(params, c.train_head)
   target_head = drafters.target_rows(target_config, target_params, vocabulary)[
-    "embedding"
+    "kernel"
   ]
   drafter = Drafter(config)
   target = Target(target_config, config.taps)

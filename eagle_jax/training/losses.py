@@ -109,7 +109,7 @@ def losses(
 
   Args:
     vocabulary: int32[W], target ids of the draft vocabulary.
-    target_head: [W, D], the target's head cut to those ids.
+    target_head: [D, W], the target's head cut to those ids.
 
   Returns:
     loss, and sums (not means) by step: "rows", "feature", "vocabulary_rows",
@@ -121,7 +121,7 @@ def losses(
   inside = jnp.zeros(V, bool).at[vocabulary].set(True)
   exact = precision(batch.final.dtype)
   scores = jnp.einsum(
-    "BTD,WD->BTW",
+    "BTD,DW->BTW",
     batch.final,
     target_head,
     precision=exact,

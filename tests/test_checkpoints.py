@@ -1,0 +1,534 @@
+"""Folders in and out: exact round trips, and one line for every bad one."""
+
+import contextlib
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from eagle_jax import loading
+from eagle_jax.checkpoints import drafters, hf_target, tensors
+from eagle_jax.errors import InputError
+from eagle_jax.training import start
+
+
+@contextlib.contextmanager
+def refused(*words):
+  """InputError of one line that has all the words."""
+  with pytest.raises(InputError) as caught:
+    yield
+  message = str(caught.value)
+  assert "\n" not in message
+  for word in words:
+    assert str(word) in message
+
+
+def target_weights(target) -> dict[str, np.ndarray]:
+  """A target's parameters by their Hugging Face names."""
+  weights = {}
+  for path, leaf in tensors.flatten(target.params).items():
+    *parts, kind = path.replace("layers_", "layers.").split("/")
+    name = ".".join(parts) + (".bias" if kind == "bias" else ".weight")
+    array = np.asarray(leaf).T if kind == "kernel" else np.asarray(leaf)
+    head = name == "lm_head.weight"
+    weights[name if head else "model." + name] = np.ascontiguousarray(array)
+  return weights
+
+
+def target_json(target, **changes) -> dict:
+  c = target.config
+  return {
+    "model_type": c.family,
+    "vocab_size": c.vocab_size,
+    "hidden_size": c.hidden_size,
+    "intermediate_size": c.mlp_size,
+    "num_hidden_layers": c.num_layers,
+    "num_attention_heads": c.num_heads,
+    "num_key_value_heads": c.num_kv_heads,
+    "rms_norm_eps": c.norm_eps,
+    "rope_theta": c.rope_theta,
+    "max_position_embeddings": c.max_positions,
+    "tie_word_embeddings": c.tied_head,
+  } | changes
+
+
+def write(folder, weights, raw):
+  folder.mkdir(exist_ok=True)
+  save_file(weights, folder / "model.safetensors")
+  (folder / "config.json").write_text(json.dumps(raw))
+  return folder
+
+
+def change(folder, edit):
+  """Let `edit` change a drafter folder's weights and config in place."""
+  weights = load_file(folder / "model.safetensors")
+  raw = json.loads((folder / "config.json").read_text())
+  edit(weights, raw)
+  return write(folder, weights, raw)
+
+
+def same(a: dict, b: dict):
+  """Bit equality of two parameter trees."""
+  a, b = tensors.flatten(a), tensors.flatten(b)
+  assert a.keys() == b.keys()
+  for path in a:
+    assert a[path].dtype == b[path].dtype
+    np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def small():
+  """Seven layers are the fewest whose three taps all differ."""
+  return tiny.target(num_layers=7, tied_head=False)
+
+
+@pytest.fixture(scope="module")
+def two():
+  return tiny.target(num_layers=2, tied_head=False)
+
+
+def drafter(target, kind="eagle3", W=48, **changes):
+  """A drafter whose every leaf is random, its own head included."""
+  loaded = tiny.drafter(target, kind, W)
+  config = dataclasses.replace(loaded.config, **changes)
+  params = start.random(config, 0)
+  rng = np.random.default_rng(3)
+  params = jax.tree.map(
+    lambda a: jnp.asarray(rng.standard_normal(a.shape), jnp.float32), params
+  )
+  params["embed_tokens"] = target.params["embed_tokens"]
+  return dataclasses.replace(loaded, config=config, params=params)
+
+
+def saved(folder, loaded, own_head=True, notes=None, dtype="float32"):
+  drafters.save(
+    folder,
+    loaded.config,
+    loaded.params,
+    loaded.vocabulary,
+    own_head,
+    notes or {},
+    dtype,
+  )
+  return folder
+
+
+def load(folder, target):
+  return drafters.load(folder, target.config, target.params)
+
+
+# --- drafters: round trips ---
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize("W", [48, tiny.V])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_drafter_round_trip_is_bit_equal(kind, W, own_head, small, tmp_path):
+  made = drafter(small, kind, W, draft_noise=0.25)
+  notes = {"chat_template": "{{ x }}\n", "steps": 7}
+  back = load(saved(tmp_path, made, own_head, notes), small)
+  assert back.config == made.config
+  np.testing.assert_array_equal(back.vocabulary, made.vocabulary)
+  assert notes.items() <= back.notes.items()
+  wanted = made.params
+  if not own_head:  # the rows of the target's head that the ids name
+    head = small.params["lm_head"]["kernel"]
+    wanted = wanted | {"lm_head": {"kernel": head[:, made.vocabulary]}}
+  same(back.params, wanted)
+  embedding = small.params["embed_tokens"]["embedding"]
+  assert back.params["embed_tokens"]["embedding"] is embedding
+  # The frozen embedding is not stored; the ids are, where they are needed.
+  names = load_file(tmp_path / "model.safetensors")
+  assert "embed_tokens.weight" not in names
+  assert ("d2t" in names) == ("t2d" in names) == (tiny.V != W)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_biases_go_round_too(kind, small, tmp_path):
+  made = drafter(small, kind, fc_bias=True, qkv_bias=True)
+  back = load(saved(tmp_path, made), small)
+  assert back.config == made.config
+  same(back.params, made.params)
+
+
+def test_saved_names_are_the_official_ones(golden, small, tmp_path):
+  """The same set of names as in files that the original code reads."""
+  for kind, case in (("eagle3", "eagle3_llama"), ("eagle", "eagle2_qwen2")):
+    bias = kind == "eagle"  # as in that golden file
+    made = drafter(small, kind, 48 if kind == "eagle3" else tiny.V)
+    made = drafter(
+      small, kind, len(made.vocabulary), fc_bias=bias, qkv_bias=bias
+    )
+    folder = saved(tmp_path / kind, made, own_head=kind == "eagle3")
+    ours = load_file(folder / "model.safetensors")
+    official = load_file(golden(case).folder / "drafter/model.safetensors")
+    assert ours.keys() == official.keys()
+    for name in set(ours) & {"d2t", "t2d"}:
+      assert ours[name].dtype == official[name].dtype
+
+
+def test_saved_d2t_holds_offsets(small, tmp_path):
+  made = drafter(small)
+  names = load_file(saved(tmp_path, made) / "model.safetensors")
+  for i, target_id in enumerate(made.vocabulary):
+    assert i + names["d2t"][i] == target_id
+    assert names["t2d"][target_id]
+  assert names["t2d"].sum() == len(made.vocabulary)
+
+
+def test_half_precision_files_load_exactly(small, tmp_path):
+  """Stored bfloat16, computed in float32: the rounded values, no others."""
+  made = drafter(small)
+  back = load(saved(tmp_path, made, dtype="bfloat16"), small)
+  rounded = jax.tree.map(
+    lambda a: a.astype("bfloat16").astype("float32"), made.params
+  )
+  same(back.params, rounded | {"embed_tokens": made.params["embed_tokens"]})
+
+
+# --- drafters: what the file says counts ---
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_fc_bias_is_told_by_its_presence(present, small, tmp_path):
+  """Official configs say `bias` wrongly or not at all."""
+  made = drafter(small, "eagle", fc_bias=present)
+  folder = saved(tmp_path, made)
+  change(folder, lambda weights, raw: raw.update(bias=not present))
+  assert load(folder, small).config.fc_bias == present
+
+
+def test_stored_embedding_is_read(small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+  table = np.full((tiny.V, tiny.D), 2.0, np.float32)
+  change(folder, lambda w, raw: w.update({"embed_tokens.weight": table}))
+  back = load(folder, small)
+  np.testing.assert_array_equal(back.params["embed_tokens"]["embedding"], table)
+
+
+def test_zero_or_absent_d2t_is_identity_over_the_full_vocabulary(
+  small, tmp_path
+):
+  folder = saved(tmp_path, drafter(small, W=tiny.V))
+  assert load(folder, small).vocabulary.tolist() == list(range(tiny.V))
+  zeros = {"d2t": np.zeros(tiny.V, np.int64), "t2d": np.zeros(tiny.V, bool)}
+  change(folder, lambda w, raw: w.update(zeros))
+  assert load(folder, small).vocabulary.tolist() == list(range(tiny.V))
+
+
+def test_extra_input_layernorm_in_an_eagle_layer_is_refused(small, tmp_path):
+  """Loaded as if it were absent, such a drafter accepts a quarter as much."""
+  folder = saved(tmp_path, drafter(small, "eagle"))
+  extra = {"layers.0.input_layernorm.weight": np.ones(tiny.D, np.float32)}
+  change(folder, lambda weights, raw: weights.update(extra))
+  with refused("unexpected layers.0.input_layernorm.weight"):
+    load(folder, small)
+
+
+def ids_as_d2t(weights, raw):
+  weights["d2t"] = weights["d2t"] + np.arange(len(weights["d2t"]))
+
+
+def out_of_range(weights, raw):
+  weights["d2t"][-1] = tiny.V
+
+
+def negative(weights, raw):
+  weights["d2t"][0] = -1
+
+
+def not_ascending(weights, raw):
+  weights["d2t"][1] = weights["d2t"][0] - 1
+
+
+def no_d2t(weights, raw):
+  del weights["d2t"], weights["t2d"]
+
+
+def short_d2t(weights, raw):
+  weights["d2t"] = weights["d2t"][:-1].copy()
+
+
+def zero_d2t(weights, raw):
+  weights["d2t"] *= 0
+
+
+def other_t2d(weights, raw):
+  weights["t2d"] = ~weights["t2d"]
+
+
+@pytest.mark.parametrize(
+  ("edit", "word"),
+  [
+    (ids_as_d2t, "offsets"),
+    (out_of_range, "outside 0..63"),
+    (negative, "outside 0..63"),
+    (not_ascending, "ascending"),
+    (no_d2t, "d2t is missing"),
+    (short_d2t, "(47,)"),
+    (zero_d2t, "t2d"),
+    (other_t2d, "t2d"),
+  ],
+)
+def test_wrong_ids_are_refused(edit, word, small, tmp_path):
+  folder = change(saved(tmp_path, drafter(small)), edit)
+  with refused(word, folder):
+    load(folder, small)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"hidden_size": 48}, ("hidden_size", 48, 32, "another model")),
+    ({"vocab_size": 96}, ("vocab_size", 96, 64, "another model")),
+    ({"draft_vocab_size": 65}, ("draft_vocab_size", 65)),
+    ({"num_attention_heads": 3}, ("num_heads 3",)),
+  ],
+)
+def test_drafter_of_another_shape_is_refused(changes, words, small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+  change(folder, lambda weights, raw: raw.update(changes))
+  with refused(*words):
+    load(folder, small)
+
+
+def test_missing_field_of_a_drafter_is_named(small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+  change(folder, lambda weights, raw: raw.pop("rms_norm_eps"))
+  with refused("rms_norm_eps", "missing"):
+    load(folder, small)
+
+
+def test_all_mismatches_are_in_one_message(small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+
+  def spoil(weights, raw):
+    del weights["norm.weight"]
+    weights["midlayer.bogus.weight"] = np.ones(3, np.float32)
+    weights["fc.weight"] = np.ones((5, 7), np.float32)
+
+  change(folder, spoil)
+  with refused(
+    "missing norm/scale",
+    "unexpected midlayer.bogus.weight (3,)",
+    "fc.weight has shape (7, 5)",
+    "(96, 32)",
+  ):
+    load(folder, small)
+
+
+# --- targets ---
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_target_single_and_sharded_load_alike(tied, tmp_path):
+  target = tiny.target(num_layers=2, tied_head=tied)
+  weights, raw = target_weights(target), target_json(target)
+  single = write(tmp_path / "single", weights, raw)
+  config, params = hf_target.load(single, "float32")
+  assert config == target.config
+  same(params, target.params)
+
+  sharded = write(tmp_path / "sharded", weights, raw)
+  (sharded / "model.safetensors").unlink()
+  names = sorted(weights)
+  shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+  for file, part in shards.items():
+    save_file({n: weights[n] for n in part}, sharded / file)
+  index = {n: file for file, part in shards.items() for n in part}
+  (sharded / "model.safetensors.index.json").write_text(
+    json.dumps({"weight_map": index})
+  )
+  config, params = hf_target.load(sharded, "float32")
+  assert config == target.config
+  same(params, target.params)
+
+  (sharded / "b.safetensors").unlink()
+  with refused("b.safetensors", "missing shards"):
+    hf_target.load(sharded, "float32")
+
+
+def test_target_in_half_precision(two, tmp_path):
+  """Both ways: float32 files read as bfloat16, and bfloat16 files exactly."""
+  folder = write(tmp_path, target_weights(two), target_json(two))
+  config, params = hf_target.load(folder, "bfloat16")
+  assert config.dtype == "bfloat16"
+  rounded = jax.tree.map(lambda a: a.astype("bfloat16"), two.params)
+  same(params, rounded)
+
+  halves = {
+    n: np.asarray(jnp.asarray(a, "bfloat16"))
+    for n, a in target_weights(two).items()
+  }
+  write(tmp_path, halves, target_json(two))
+  _, params = hf_target.load(folder, "float32")
+  same(params, jax.tree.map(lambda a: a.astype("float32"), rounded))
+
+
+def test_tied_target_may_store_its_head_again(tmp_path):
+  target = tiny.target(num_layers=1, tied_head=True)
+  weights = target_weights(target)
+  weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+  folder = write(tmp_path, weights, target_json(target))
+  same(hf_target.load(folder, "float32")[1], target.params)
+
+
+def test_names_without_the_model_prefix_load(two, tmp_path):
+  weights = {
+    n.removeprefix("model."): a for n, a in target_weights(two).items()
+  }
+  folder = write(tmp_path, weights, target_json(two))
+  same(hf_target.load(folder, "float32")[1], two.params)
+
+
+def test_target_mismatches_are_in_one_message(two, tmp_path):
+  weights = target_weights(two)
+  del weights["model.norm.weight"]
+  q = "model.layers.1.self_attn.q_proj."
+  weights[q + "weight"] = weights[q + "weight"][:, :8].copy()
+  weights[q + "bias"] = np.ones(32, np.float32)  # a bias that nobody reads
+  folder = write(tmp_path, weights, target_json(two))
+  with refused("missing norm/scale", q + "weight", f"unexpected {q}bias"):
+    hf_target.load(folder, "float32")
+
+
+def test_long_lists_of_mismatches_are_cut_and_counted(two, tmp_path):
+  weights = {"model.norm.weight": target_weights(two)["model.norm.weight"]}
+  folder = write(tmp_path, weights, target_json(two))
+  wanted = len(tensors.flatten(two.params)) - 1
+  with refused(f"and {wanted - 8} more"):
+    hf_target.load(folder, "float32")
+
+
+def test_a_tensor_in_two_shards_is_refused(two, tmp_path):
+  weights = target_weights(two)
+  write(tmp_path, weights, target_json(two))
+  (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+  name = "model.norm.weight"
+  save_file({name: weights[name]}, tmp_path / "b.safetensors")
+  (tmp_path / "model.safetensors.index.json").write_text(
+    json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+  )
+  with refused(name, "twice"):
+    hf_target.load(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_weights_are_refused(keep, two, tmp_path):
+  folder = write(tmp_path, target_weights(two), target_json(two))
+  file = folder / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:keep])
+  with refused(file, "truncated"):
+    hf_target.load(folder, "float32")
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"model_type": "gpt2"}, ("model_type 'gpt2'", "llama", "qwen3")),
+    ({"model_type": None}, ("model_type None",)),
+    ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "silu")),
+    ({"mlp_bias": True}, ("mlp_bias",)),
+    ({"num_key_value_heads": 3}, ("num_kv_heads 3",)),
+    ({"head_dim": 7}, ("head_size 7",)),
+    (
+      {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+      ("'dynamic'", "linear, llama3 and yarn"),
+    ),
+    ({"rope_scaling": {"rope_type": "linear"}}, ("factor", "missing")),
+    (
+      {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+      },
+      ("max_window_layers",),
+    ),
+  ],
+)
+def test_configs_we_would_compute_wrongly_are_refused(changes, words, two):
+  with refused("here", *words):
+    hf_target.target_config(target_json(two, **changes), "float32", "here")
+
+
+@pytest.mark.parametrize(
+  "field",
+  ["vocab_size", "hidden_size", "rms_norm_eps", "num_attention_heads"],
+)
+def test_missing_fields_are_named(field, two):
+  raw = target_json(two)
+  del raw[field]
+  with refused(field, "missing"):
+    hf_target.target_config(raw, "float32")
+
+
+@pytest.mark.parametrize("text", ["", "{", "not JSON", "[1, 2]", "\xff"])
+def test_config_that_is_not_json_is_refused(text, tmp_path):
+  (tmp_path / "config.json").write_text(text, encoding="latin-1")
+  with refused(tmp_path / "config.json"):
+    hf_target.load(tmp_path, "float32")
+
+
+def test_index_that_is_not_json_is_refused(two, tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(target_json(two)))
+  index = tmp_path / "model.safetensors.index.json"
+  for text in ("{", "{}"):
+    index.write_text(text)
+    with refused(index):
+      hf_target.load(tmp_path, "float32")
+
+
+def test_folder_without_files_is_refused(two, tmp_path):
+  with refused("config.json does not exist"):
+    hf_target.load(tmp_path, "float32")
+  (tmp_path / "config.json").write_text(json.dumps(target_json(two)))
+  with refused("no model.safetensors"):
+    hf_target.load(tmp_path, "float32")
+  (tmp_path / "pytorch_model.bin").write_bytes(b"")
+  with refused("pytorch_model.bin", "convert"):
+    hf_target.load(tmp_path, "float32")
+
+
+# --- loading by name ---
+
+
+def test_names_that_are_no_folder_are_refused(tmp_path):
+  for name in (str(tmp_path / "none"), "./none", "plain", "a/b/c"):
+    with refused(name, "folder", "smollm2-135m-instruct"):
+      loading.load_target(name, "float32", print)
+
+
+@pytest.mark.parametrize(
+  ("generation", "config", "ends"),
+  [
+    ({"eos_token_id": [2, 5]}, {"eos_token_id": 9}, (2, 5)),
+    ({"eos_token_id": 0}, {"eos_token_id": 9}, (0,)),
+    ({}, {"eos_token_id": [9]}, (9,)),
+    (None, {"eos_token_id": 3}, (3,)),
+    (None, {}, ()),
+  ],
+)
+def test_end_ids_may_be_one_or_a_list(generation, config, ends, tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  if generation is not None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(generation))
+  assert loading.end_ids(tmp_path) == ends
+
+
+def test_another_chat_template_is_noted(small, tmp_path):
+  """It costs acceptance, so it is said; it is no error."""
+  folder = saved(tmp_path, drafter(small), notes={"chat_template": "A"})
+  for template, notes in (("A", 0), ("B", 1)):
+    tokenizer = type("Tokenizer", (), {"chat_template": template})()
+    said = []
+    loading.load_drafter(
+      str(folder), dataclasses.replace(small, tokenizer=tokenizer), said.append
+    )
+    assert len(said) == notes

@@ -1,0 +1,197 @@
+"""Unrolled training equals sequential decoding; packing equals documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle_jax.models import kv_cache, masks
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.training import chats, data, features, losses
+
+
+def documents(sizes, seed=0):
+  rng = np.random.default_rng(seed)
+  made = []
+  for n in sizes:
+    mask = np.zeros(n, bool)
+    mask[n // 3 :] = True
+    made.append(
+      chats.Document(rng.integers(0, tiny.V, n).astype(np.int32), mask)
+    )
+  return made
+
+
+def batch_of(target, drafter, packed, rows=slice(None)):
+  network = Target(target.config, drafter.config.taps)
+  parts = [
+    getattr(packed, n)[rows]
+    for n in ("tokens", "mask", "documents", "positions")
+  ]
+  fused, final = features.target_features(
+    network, target.params, parts[0], parts[2], parts[3]
+  )
+  return losses.Batch(*map(jnp.asarray, parts), fused, final)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_training_steps_equal_sequential_decoding(kind):
+  """Step i, row t of the unrolled pass is what a decoder computes that reads
+  t + 1 true pairs and then feeds its own output back i times."""
+  target = tiny.target()
+  drafter = tiny.drafter(target, kind)
+  packed = data.pack(documents([13]), 13)
+  batch = batch_of(target, drafter, packed)
+  module = Drafter(drafter.config)
+  run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
+  outs = losses.unroll(module, drafter.params, batch, 3)
+  tokens = np.asarray(batch.tokens)
+  c = drafter.config
+  for t in (0, 4, 8):
+    n = t + 1
+    cache = kv_cache.init(1, 1, c.num_kv_heads, 16, c.head_size, jnp.float32)
+    out, rows = run(
+      tokens[:, 1 : n + 1],
+      run(batch.features[:, :n], method="fuse"),
+      jnp.arange(n)[None],
+      masks.Attend(own=masks.Causal()),
+      None,
+      None,
+      (),
+    )
+    cache = kv_cache.commit(cache, (rows,), jnp.zeros(1, jnp.int32))
+    fed = out[:, -1:]
+    for i in range(3):
+      np.testing.assert_allclose(fed[0, 0], outs[i][0, t], atol=2e-5)
+      fed, rows = run(
+        tokens[:, n + 1 + i : n + 2 + i],
+        fed,
+        jnp.full((1, 1), n + i),
+        masks.Attend(own=masks.Itself(), length=jnp.array([n + i])),
+        cache[0],
+        None,
+        (),
+      )
+      # a drafted row's own position is that of its pair: t + 1 + i
+      cache = kv_cache.commit(cache, (rows,), jnp.array([n + i]))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_packed_equals_documents_alone(kind):
+  """Sums over a packed row are the sums over its documents; so are grads."""
+  target = tiny.target()
+  drafter = tiny.drafter(target, kind)
+  module = Drafter(drafter.config)
+  head = drafter.params["lm_head"]["kernel"]
+  docs = documents([17, 9, 12])
+  weights = losses.Weights(1.0, 0.1, 0.8)
+
+  def sums(params, batch):
+    report = losses.losses(
+      module,
+      params,
+      batch,
+      jnp.asarray(drafter.vocabulary),
+      head,
+      3,
+      weights,
+    )[1]
+    total = jnp.sum(report["feature"] + 0.1 * report["vocabulary"])
+    return total, report
+
+  grad = jax.jit(jax.grad(sums, has_aux=True))
+  whole = grad(drafter.params, batch_of(target, drafter, data.pack(docs, 40)))
+  alone = [
+    grad(drafter.params, batch_of(target, drafter, data.pack([d], 40)))
+    for d in docs
+  ]
+  added = jax.tree.map(lambda *x: sum(x), *alone)
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True):
+    scale = np.abs(b).max() + 1e-6
+    np.testing.assert_allclose(a / scale, b / scale, atol=2e-5)
+  assert whole[1]["rows"][0] > 0
+
+
+def test_counted_rows_match_their_definition():
+  packed = data.pack(documents([11, 6, 8]), 16)
+  batch = losses.Batch(
+    *(
+      jnp.asarray(getattr(packed, n))
+      for n in ("tokens", "mask", "documents", "positions")
+    ),
+    None,
+    None,
+  )
+  B, T = packed.tokens.shape
+  for step in range(3):
+    got = np.asarray(losses.counted(batch, step))
+    for b in range(B):
+      for t in range(T):
+        last = t + 2 + step
+        want = last < T and packed.documents[b, t] > 0
+        want = (
+          want
+          and (
+            packed.documents[b, t : last + 1] == packed.documents[b, t]
+          ).all()
+        )
+        want = want and packed.mask[b, t + 1 : last + 1].all()
+        assert got[b, t] == want
+
+
+def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
+  """The vocabulary loss leaves them out, rows and hits do not."""
+  target = tiny.target()
+  drafter = tiny.drafter(target, W=8)
+  batch = batch_of(target, drafter, data.pack(documents([30]), 30))
+  head = drafter.params["lm_head"]["kernel"]
+  _, report = losses.losses(
+    Drafter(drafter.config),
+    drafter.params,
+    batch,
+    jnp.asarray(drafter.vocabulary),
+    head,
+    1,
+    losses.Weights(1.0, 0.1, 0.8),
+  )
+  following = np.asarray(losses.shift(batch.tokens, 2))
+  rows = np.asarray(losses.counted(batch, 0))
+  known = rows & np.isin(following, drafter.vocabulary)
+  assert report["rows"][0] == rows.sum() > known.sum()
+  assert report["vocabulary_rows"][0] == known.sum()
+
+
+def test_acceptance_chain():
+  report = {
+    "rows": np.array([10.0, 10.0, 8.0]),
+    "chain": np.array([5.0, 2.0, 0.8]),
+  }
+  figures = losses.acceptance(report)
+  np.testing.assert_allclose(figures["alpha"], [0.5, 0.4, 0.5])
+  np.testing.assert_allclose(figures["tau"], 1 + 0.5 + 0.2 + 0.1)
+
+
+def test_golden_eagle1_losses(golden):
+  """The original's value and cross-entropy terms, with its denominators."""
+  from eagle_jax.checkpoints import drafters, hf_target
+
+  case = golden("eagle2_llama")
+  config, params = hf_target.load(case.folder / "target", "float32")
+  loaded = drafters.load(case.folder / "drafter", config, params)
+  a, facts = case.arrays, case.facts["train"]
+  mask = jnp.asarray(a["train/batch/loss_mask"])
+  out, _ = Drafter(loaded.config).apply(
+    {"params": loaded.params},
+    jnp.asarray(a["train/batch/input_ids"]),
+    jnp.asarray(a["train/batch/hidden_states"]),
+    jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape),
+    masks.Attend(own=masks.Causal()),
+    None,
+    None,
+    (),
+  )
+  wanted = jnp.asarray(a["train/batch/target"])
+  value = jnp.sum(mask * losses.smooth_l1(out, wanted)) / (mask.sum() + 1e-5)
+  np.testing.assert_allclose(value, facts["vloss"], rtol=1e-4)
