@@ -197,7 +197,7 @@ class Session:
       o.tree, o.tree_nodes, o.tree_levels, o.tree_branch
     )
     drafter = o.drafter
-    default = o.target == loading.DEFAULT_TARGET
+    default = loading.is_default(o.target)
     if o.method == "eagle" and drafter is None and not default:
       raise InputError(
         f"no drafter for target {o.target!r}: give --drafter, or --method plain"

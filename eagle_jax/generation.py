@@ -272,7 +272,7 @@ def load(
   say=print,
 ) -> Generator:
   """A generator by names: the shipped target and drafter by default."""
-  if drafter is None and method != "plain" and target != loading.DEFAULT_TARGET:
+  if drafter is None and method != "plain" and not loading.is_default(target):
     raise InputError(f"no drafter for target {target!r}: give one")
   use_compilation_cache()
   loaded = loading.load_target(target, dtype or loading.default_dtype(), say)

@@ -36,8 +36,11 @@ class LoadedTarget:
 def _folder(name: str, what: str) -> pathlib.Path:
   """A folder on disk, else a hub name (owner/name)."""
   path = pathlib.Path(name).expanduser()
-  if path.is_dir():
-    return path
+  try:
+    if path.is_dir():
+      return path
+  except OSError as e:  # a name that no file can have
+    raise InputError(f"{what} {name[:60]!r} is not a folder ({e})") from None
   if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
     raise InputError(
       f"{what} {name!r} is not a folder: give a model folder, a hub name"
@@ -59,9 +62,14 @@ def _folder(name: str, what: str) -> pathlib.Path:
     ) from e
 
 
+def is_default(name: str) -> bool:
+  """Is it the embedded target, by its own or its hub name?"""
+  return name.lower() in (DEFAULT_TARGET, f"huggingfacetb/{DEFAULT_TARGET}")
+
+
 def target_folder(name: str, say) -> pathlib.Path:
   """A folder for --target: the embedded default, a path, or a hub name."""
-  if name.lower() in (DEFAULT_TARGET, f"huggingfacetb/{DEFAULT_TARGET}"):
+  if is_default(name):
     return gguf_target.default_folder(say)
   return _folder(name, "target")
 

@@ -91,9 +91,15 @@ def encode_messages(tokenizer, messages: Sequence[dict]) -> list[int]:
     raise InputError(
       "the target's tokenizer has no chat template: use --raw for plain text"
     )
-  text = tokenizer.apply_chat_template(
-    list(messages), tokenize=False, add_generation_prompt=True
-  )
+  try:
+    text = tokenizer.apply_chat_template(
+      list(messages), tokenize=False, add_generation_prompt=True
+    )
+  except Exception as e:  # templates refuse what they cannot render
+    raise InputError(
+      f"the chat template refuses these messages ({e}): mend the roles, or use"
+      " --raw"
+    ) from None
   return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -19,7 +19,7 @@ FAST = {
   "xla_backend_optimization_level": 0,
   "xla_cpu_use_fusion_emitters": False,
 }
-DYNAMIC = tree.dynamic(8, 3, 3)
+DYNAMIC = tree.dynamic(10, 3, 2)  # most of its pool: all levels occur
 
 
 @contextlib.contextmanager

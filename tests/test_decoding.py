@@ -39,7 +39,7 @@ def all_features(m, tokens):
     {"params": m.target_params}, tokens, positions, attend, None
   )
   run = functools.partial(m.drafter.apply, {"params": m.drafter_params})
-  return run(decoding._features(m, out), method="fuse")
+  return run(decoding.drafter_reads(m, out), method="fuse")
 
 
 @jit

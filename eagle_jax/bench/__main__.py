@@ -121,7 +121,7 @@ def run() -> None:
   )
   drafter = None
   if set(F.methods) != {"plain"}:
-    if F.drafter is None and F.target != loading.DEFAULT_TARGET:
+    if F.drafter is None and not loading.is_default(F.target):
       raise InputError(f"no drafter for target {F.target!r}: give --drafter")
     drafter = loading.load_drafter(
       F.drafter or loading.DEFAULT_DRAFTER, target, say

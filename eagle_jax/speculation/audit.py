@@ -94,22 +94,24 @@ def audit(
   if not excused and temperature:
     # Loosen and tighten each cut by the allowed gap: does the choice move?
     shift = 1 + allowed
-    k = params.top_k
     variants = [
       params.replace(top_p=params.top_p / shift),
       params.replace(top_p=np.minimum(params.top_p * shift, 1)),
       params.replace(min_p=params.min_p / shift),
       params.replace(min_p=params.min_p * shift),
     ]
-    if int(k[0]) > 0:
-      variants.append(params.replace(top_k=k + 1))
-      near = np.sort(np.asarray(logits[0]))[::-1][k[0] - 1 : k[0] + 1]
-      if abs(near[0] - near[-1]) > gap_allowed:
-        variants.pop()
+    k = int(params.top_k[0])
+    uncut = params.replace(
+      top_k=params.top_k * 0, top_p=params.top_p * 0 + 1, min_p=params.min_p * 0
+    )
+    best = np.sort(np.asarray(rule.process(logits, seen, uncut)[0]))[::-1]
+    # Ranks `last` and `last + 1` may have swapped at the edge: keep one less
+    # or one more.
+    for last, moved in ((k - 1, k - 1), (k, k + 1)):
+      if last >= 1 and best[last - 1] - best[last] <= allowed:
+        variants.append(params.replace(top_k=params.top_k * 0 + moved))
     excused = any(
-      int(np.argmax(scores(v))) in (a, b)
-      and int(np.argmax(scores(v))) != int(np.argmax(x))
-      for v in variants
+      {int(np.argmax(scores(v))), int(np.argmax(x))} == {a, b} for v in variants
     )
   return Divergence(at, a, b, gap, allowed, bool(excused))
 

@@ -197,12 +197,12 @@ def grow(m: Models, state: DecodeState) -> Tree:
   return trees.build(spec, root[:, 0], levels)
 
 
-def _features(m: Models, out) -> Array:
+def drafter_reads(m: Models, out) -> Array:
   """What the drafter reads of a target pass."""
   return out.taps if m.target.taps else out.feature
 
 
-def _extend(
+def extend(
   m: Models,
   state: DecodeState,
   features: Array,
@@ -296,9 +296,9 @@ def cycle(m: Models, state: DecodeState):
   if m.drafter is not None:
     with jax.named_scope("extend"):
       features = jnp.take_along_axis(
-        _features(m, out), accepted.path[:, :, None], axis=1
+        drafter_reads(m, out), accepted.path[:, :, None], axis=1
       )
-      draft_cache, (feature, child_tokens, child_scores) = _extend(
+      draft_cache, (feature, child_tokens, child_scores) = extend(
         m, state, features, accepted.tokens, accepted.length, length
       )
     updates = {
@@ -415,10 +415,10 @@ def prefill(
   )
   updates = {}
   if m.drafter is not None:
-    draft_cache, made = _extend(
+    draft_cache, made = extend(
       m,
       state,
-      _features(m, out),
+      drafter_reads(m, out),
       window(tokens, state.length + 1),
       end,
       length,

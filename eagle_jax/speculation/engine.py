@@ -163,8 +163,7 @@ class Engine:
       )
     elif name == "resize":
       lowered = jax.jit(
-        functools.partial(decoding.resize, capacity=static[0]),
-        donate_argnums=0,
+        functools.partial(decoding.resize, capacity=static[0])
       ).lower(state)
     elif name == "grow":  # to look at; a cycle grows its own
       lowered = jax.jit(decoding.grow).lower(m, state)
@@ -233,7 +232,7 @@ class Engine:
     Args:
       watch: sees each row's tokens after every chunk (streaming, stop
         strings); rows are numbered as in `requests`.
-      cycles: most cycles between two looks, at most CHUNK.
+      cycles: most cycles between two looks, from 1 to CHUNK.
       reuse: keep the leading tokens that a row's new prompt shares with what
         the row holds from the call before (the next turn of a chat).
       watch_trees: sees every draft tree; drafts are then grown twice and read
@@ -245,7 +244,7 @@ class Engine:
     for at in range(0, len(requests), self.batch_size):
       group = requests[at : at + self.batch_size]
       results += self._batch(
-        group, watch, at, min(cycles, CHUNK), reuse, watch_trees
+        group, watch, at, max(1, min(cycles, CHUNK)), reuse, watch_trees
       )
     return results
 
@@ -285,10 +284,8 @@ class Engine:
         state = self._program("resize", held, capacity)(state)
     self._state = None  # donated from here on
     prompts = np.zeros((B, self._width), np.int32)
-    seeds = np.zeros((B, 2), np.uint32)
     for b, r in enumerate(group):
       prompts[b, : lengths[b]] = r.prompt_ids
-      seeds[b] = np.asarray(row_seed(r.seed, r.number, r.sample))
     row = lambda values, dtype=np.int32: np.asarray(
       list(values) + [0] * (B - len(group)), dtype
     )
@@ -298,7 +295,7 @@ class Engine:
       prompts,
       row(lengths),
       row(kept),
-      seeds,
+      self.seeds_of(group),
       self.sampling_of(group),
       row(limits),
     )
@@ -412,7 +409,15 @@ class Engine:
   def _ends(self) -> np.ndarray:
     return np.asarray(self.models.ends)
 
-  def sampling_of(self, group) -> SamplingParams:
+  def seeds_of(self, group: Sequence[Request]) -> np.ndarray:
+    """uint32[B, 2], the rows' noise keys; empty rows get zeros."""
+    seeds = np.zeros((self.batch_size, 2), np.uint32)
+    for b, r in enumerate(group):
+      seeds[b] = np.asarray(row_seed(r.seed, r.number, r.sample))
+    return seeds
+
+  def sampling_of(self, group: Sequence[Request]) -> SamplingParams:
+    """The rows' sampling parameters; empty rows are greedy."""
     B = self.batch_size
     drafter = self.models.drafter
     calibrated = drafter.config.draft_noise if drafter is not None else 0.0

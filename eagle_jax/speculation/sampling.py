@@ -55,8 +55,8 @@ def gumbel(seeds: Array, positions: Array, V: int) -> Array:
 
 
 def _sortable(x: Array) -> Array:
-  """uint32 of the same order as the float32 x."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  """uint32 of the same order as the float32 x (-0 becomes 0)."""
+  bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits & sign, ~bits, bits | sign)
 

@@ -30,7 +30,7 @@ class Document:
 def read_jsonl(file: pathlib.Path) -> list[tuple[str, dict]]:
   """(file:line, object) of each line; refuses broken lines and empty files."""
   try:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
   except (OSError, UnicodeDecodeError) as e:
     raise InputError(f"{file}: cannot be read ({e})") from None
   rows = []

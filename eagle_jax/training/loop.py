@@ -361,51 +361,53 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     total=total, initial=int(state.step), unit="step", mininterval=1.0
   )
   began, pending, seen = time.perf_counter(), None, 0
-  for step in range(int(state.step), total):
-    epoch, within = divmod(step, steps_an_epoch)
-    rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
-    batch = batch_of(packed, get_train, rows)
-    state, report = train_step(state, frozen, target_head, vocabulary, batch)
-    seen += batch.tokens.size
-    # The report of the step before is fetched while this one runs.
-    if pending is not None and step % 10 == 0:
-      figures = jax.device_get(pending)
-      rate = seen / (time.perf_counter() - began)
-      hits = figures["hits"] / np.maximum(figures["rows"], 1)
-      write(
-        step=step,
-        loss=float(figures["loss"]),
-        grad_norm=float(figures["grad_norm"]),
-        hits=hits.round(4).tolist(),
-        tokens_per_s=round(rate, 1),
-      )
-      bar.set_postfix_str(
-        f"loss {figures['loss']:.3f} hits"
-        f" {' '.join(f'{h:.2f}' for h in hits)} {rate:.0f} tok/s"
-      )
-    pending = report
-    bar.update()
-    last = step + 1 == total
-    if (step + 1) % c.eval_every == 0 or last:
-      figures = evaluate()
-      write(step=step + 1, heldout=figures)
-      alphas = " ".join(f"{a:.3f}" for a in figures["alpha"])
-      tqdm.tqdm.write(
-        f"step {step + 1}: held-out alpha {alphas}, chain tau"
-        f" {figures['tau']:.3f}"
-      )
-      if figures["tau"] > best_tau:
-        best_tau = figures["tau"]
-        export(figures)
-    if (step + 1) % c.save_every == 0 or last:
-      manager.save(
-        step + 1,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state),
-          facts=ocp.args.JsonSave({"total": total, "best_tau": best_tau}),
-        ),
-      )
-  bar.close()
-  manager.wait_until_finished()
-  manager.close()
+  try:
+    for step in range(int(state.step), total):
+      epoch, within = divmod(step, steps_an_epoch)
+      rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
+      batch = batch_of(packed, get_train, rows)
+      state, report = train_step(state, frozen, target_head, vocabulary, batch)
+      seen += batch.tokens.size
+      # The report of the step before is fetched while this one runs.
+      if pending is not None and step % 10 == 0:
+        figures = jax.device_get(pending)
+        rate = seen / (time.perf_counter() - began)
+        hits = figures["hits"] / np.maximum(figures["rows"], 1)
+        write(
+          step=step,
+          loss=float(figures["loss"]),
+          grad_norm=float(figures["grad_norm"]),
+          hits=hits.round(4).tolist(),
+          tokens_per_s=round(rate, 1),
+        )
+        bar.set_postfix_str(
+          f"loss {figures['loss']:.3f} hits"
+          f" {' '.join(f'{h:.2f}' for h in hits)} {rate:.0f} tok/s"
+        )
+      pending = report
+      bar.update()
+      last = step + 1 == total
+      if (step + 1) % c.eval_every == 0 or last:
+        figures = evaluate()
+        write(step=step + 1, heldout=figures)
+        alphas = " ".join(f"{a:.3f}" for a in figures["alpha"])
+        tqdm.tqdm.write(
+          f"step {step + 1}: held-out alpha {alphas}, chain tau"
+          f" {figures['tau']:.3f}"
+        )
+        if figures["tau"] > best_tau:
+          best_tau = figures["tau"]
+          export(figures)
+      if (step + 1) % c.save_every == 0 or last:
+        manager.save(
+          step + 1,
+          args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            facts=ocp.args.JsonSave({"total": total, "best_tau": best_tau}),
+          ),
+        )
+  finally:  # also when interrupted: the save under way is completed
+    bar.close()
+    log.close()
+    manager.close()
   return out / "drafter"
