@@ -7,7 +7,7 @@ import sys
 
 from absl import app, flags, logging
 
-from eagle_jax import command
+from eagle_jax import command, options
 from eagle_jax.errors import InputError
 
 F = flags.FLAGS
@@ -102,7 +102,7 @@ def main(argv):
   try:
     if len(argv) > 1:
       raise InputError(f"{argv[1]!r} is not a flag: prompts go in --prompt")
-    command.run(command.from_flags(F, verbose))
+    command.run(options.from_flags(F, verbose))
   except InputError as e:
     if verbose:
       raise

@@ -13,13 +13,8 @@ from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation import audit, sampling, tree
-from eagle_jax.speculation.engine import (
-  CHUNK,
-  Engine,
-  Request,
-  Result,
-  WatchTrees,
-)
+from eagle_jax.speculation.engine import CHUNK, Engine, WatchTrees
+from eagle_jax.speculation.requests import Request, Result
 from eagle_jax.speculation.tree import TreeSpec
 
 STREAM_CYCLES = 4  # between two prints

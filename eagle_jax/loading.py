@@ -14,7 +14,7 @@ from eagle_jax.config import TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.speculation.decoding import Models
+from eagle_jax.speculation.state import Models
 from eagle_jax.speculation.tree import TreeSpec
 
 DEFAULT_TARGET = gguf_target.DEFAULT

@@ -11,7 +11,8 @@ import tiny
 
 from eagle_jax import Sampling, loading
 from eagle_jax.speculation import audit, engine, sampling, tree
-from eagle_jax.speculation.engine import Engine, Request
+from eagle_jax.speculation.engine import Engine
+from eagle_jax.speculation.requests import Request
 
 # A quarter of the compile time; the maths is the same.
 FAST = {

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_jax import Sampling
 from eagle_jax.speculation import audit, sampling
-from eagle_jax.speculation.engine import Request
+from eagle_jax.speculation.requests import Request
 
 PROMPT = [1, 2, 3]
 V = 8

@@ -13,8 +13,10 @@ import sys
 import folders
 import pytest
 
-from eagle_jax import command, text
-from eagle_jax.command import DecodeOptions
+from eagle_jax import chat as chatting
+from eagle_jax import command, generation, options, text
+from eagle_jax.errors import InputError
+from eagle_jax.options import DecodeOptions
 from eagle_jax.speculation.engine import Engine
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -187,8 +189,8 @@ def test_compare(run):
 
 def test_compare_reports_a_difference(run, monkeypatch):
   """A divergence (made up here) is told, and counted against the run."""
-  found = command.generation.audit.Divergence(2, 5, 6, 0.25, 1e-4, False)
-  monkeypatch.setattr(command.generation, "divergence", lambda *_: found)
+  found = generation.audit.Divergence(2, 5, 6, 0.25, 1e-4, False)
+  monkeypatch.setattr(generation, "divergence", lambda *_: found)
   _, rows, figures = run("--prompt", "hello", "--compare")
   assert rows[0]["identical"] is False
   assert rows[0]["near_ties"][0]["gap"] == 0.25
@@ -238,7 +240,7 @@ def test_stop_cuts_the_answer(run):
 
 
 def test_system_raw_and_templates(models):
-  make = lambda **o: command.Session(
+  make = lambda **o: session.Session(
     DecodeOptions(target=models.target, method="plain", **o)
   )
   ids = folders.ids_of
@@ -251,11 +253,11 @@ def test_system_raw_and_templates(models):
   assert (request.number, request.sample) == (3, 1)
   messages = [{"role": "user", "content": "hi"}]
   assert session.request(messages, 0, 0)[0].prompt_ids == [*system, *user]
-  with pytest.raises(command.InputError, match="have a system turn"):
+  with pytest.raises(InputError, match="have a system turn"):
     session.request([{"role": "system", "content": "x"}, *messages], 0, 0)
   session = make(raw=True)
   assert session.request("hi", 0, 0)[0].prompt_ids == ids("hi")
-  with pytest.raises(command.InputError, match="--raw takes plain prompts"):
+  with pytest.raises(InputError, match="--raw takes plain prompts"):
     session.request(messages, 0, 0)
 
 
@@ -270,9 +272,9 @@ def test_config_file(run, tmp_path):
   row = run("--config", str(file))[1][0]
   assert row["prompt"] == "hi"
   assert len(row["token_ids"]) == 24
-  o = command.from_flags(_flags("--config", str(file), "--top_k", "3"), False)
+  o = options.from_flags(_flags("--config", str(file), "--top_k", "3"), False)
   assert (o.max_new_tokens, o.temperature, o.top_k) == (5, 1.0, 3)
-  o = command.from_flags(
+  o = options.from_flags(
     _flags("--config", str(file), "--max_new_tokens=3", "--noignore_eos"), True
   )
   assert (o.max_new_tokens, o.ignore_eos, o.verbose) == (3, False, True)
@@ -287,7 +289,7 @@ def _flags(*args):
 def test_options_are_the_flags():
   module = folders.script("decode")
   module.parse(["decode.py"])
-  o = command.from_flags(module.F, False)
+  o = options.from_flags(module.F, False)
   assert o == DecodeOptions()
   names = set(DecodeOptions.__dataclass_fields__) - {"verbose"}
   assert names | {"config", "verbosity", "v"} == set(module.F)
@@ -381,7 +383,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(chat, monkeypatch):
 
 def test_interruptible():
   before = signal.getsignal(signal.SIGINT)
-  with command.interruptible() as pressed:
+  with chatting.interruptible() as pressed:
     assert not pressed
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(1000):
@@ -545,7 +547,7 @@ def test_refused_chats(refused, tmp_path):
   # --output stands for all that a chat would ignore
   assert "give a prompt" in refused()
   for name, value in (("raw", True), ("batch_size", 2), ("show", True)):
-    with pytest.raises(command.InputError, match=f"chat takes no --{name}"):
+    with pytest.raises(InputError, match=f"chat takes no --{name}"):
       command.run(DecodeOptions(**{name: value}))
 
 

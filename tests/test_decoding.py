@@ -11,7 +11,8 @@ import pytest
 from eagle_jax import Sampling
 from eagle_jax.models import masks
 from eagle_jax.speculation import decoding
-from eagle_jax.speculation.engine import Request
+from eagle_jax.speculation import state as states
+from eagle_jax.speculation.requests import Request
 
 KINDS = ("eagle", "eagle3")
 PROMPTS = [engines.prompt(20 + i, n) for i, n in enumerate((9, 3, 14))]
@@ -198,7 +199,7 @@ def primitives(jaxpr):
 def test_the_chunk_never_talks_to_the_host():
   engine = engines.build("eagle3")
   m = engine.models
-  state = decoding.init_state(m, 2, 64, 32)
+  state = states.init_state(m, 2, 64, 32)
   run = functools.partial(decoding.run_chunk, size=4)
   names = set(primitives(jax.make_jaxpr(run)(m, state, np.int32(4)).jaxpr))
   # the search does go inside the loop and the branches
@@ -212,7 +213,7 @@ def test_the_state_is_donated_in_earnest():
   engine = engines.build("eagle3")
   engine.generate(requests(new=2))
   state = jax.eval_shape(
-    functools.partial(decoding.init_state, engine.models, 3, engine._width, 256)
+    functools.partial(states.init_state, engine.models, 3, engine._width, 256)
   )
   held = sum(
     x.size * x.dtype.itemsize

@@ -14,7 +14,8 @@ from eagle_jax import loading
 from eagle_jax.checkpoints import drafters, hf_target
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation import tree
-from eagle_jax.speculation.engine import Engine, Request
+from eagle_jax.speculation.engine import Engine
+from eagle_jax.speculation.requests import Request
 
 CASES = ("eagle2_llama", "eagle2_qwen2", "eagle3_llama", "eagle3_qwen3")
 TREES = ("t60", "t12")

@@ -17,7 +17,7 @@ from test_sampling import DEFAULTS, twin
 from eagle_jax import Sampling
 from eagle_jax.models import masks
 from eagle_jax.speculation import sampling, tree
-from eagle_jax.speculation.engine import Request
+from eagle_jax.speculation.requests import Request
 
 TREES = {
   "dynamic": engines.DYNAMIC,

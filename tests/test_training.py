@@ -14,6 +14,7 @@ import tiny
 from eagle_jax import loading
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import engine, tree
+from eagle_jax.speculation.requests import Request
 from eagle_jax.training import loop
 
 tokenizer = test_data.tokenizer
@@ -87,7 +88,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("features", ["online", "cached"])
 def test_killed_and_resumed_is_bit_equal(setup, features, monkeypatch):
   """Stopped dead after a save, the run goes on as if nothing happened."""
-  target, config = setup
+  _, config = setup
   config = dataclasses.replace(config, features=features)
   straight = dataclasses.replace(config, out=config.out + "_straight")
   want = weights(loop.train(straight, lambda line: None))
@@ -119,9 +120,9 @@ def test_export_decodes_losslessly(setup):
   )
   drafter = loading.load_drafter(str(folder), target, print)
   assert drafter.notes["target"] == "tiny"
-  run = lambda m: engine.Engine(m, 1, None).generate(
-    [engine.Request([1, 2, 3], 40)]
-  )[0]
+  run = lambda m: engine.Engine(m, 1, None).generate([Request([1, 2, 3], 40)])[
+    0
+  ]
   plain = run(loading.models(target, None, tree.plain()))
   eagle = run(loading.models(target, drafter, tree.chain(2)))
   assert eagle.token_ids == plain.token_ids

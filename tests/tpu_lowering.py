@@ -38,6 +38,7 @@ from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation import decoding, engine, tree
+from eagle_jax.speculation import state as states
 
 # Without these, libtpu asks the cloud who it is, JAX looks for a TPU, and two
 # compilations at a time meet at the lock that guards a real one.
@@ -155,7 +156,7 @@ def place(params, dtype: str, mesh: Mesh) -> dict:
   )
 
 
-def models(shape: Shape, what: str, mesh: Mesh) -> decoding.Models:
+def models(shape: Shape, what: str, mesh: Mesh) -> states.Models:
   """`loading.models` with shapes for weights. what: "eagle" or "plain"."""
   t = shape.target
   V = t.vocab_size
@@ -176,7 +177,7 @@ def models(shape: Shape, what: str, mesh: Mesh) -> decoding.Models:
     made = jax.eval_shape(init, key, ids, feature)
     drafter_params = place(made, t.dtype, mesh)
     vocabulary = jax.ShapeDtypeStruct((V,), jnp.int32, sharding=here)
-  return decoding.Models(
+  return states.Models(
     target=target,
     drafter=drafter,
     spec=shape.spec if drafter else tree.plain(),
@@ -198,9 +199,7 @@ def compile_chunk(shape: Shape, what: str, mesh: Mesh):
   # Room behind the context, as the engine leaves it.
   width = shape.capacity + engine.PREFILL_BUCKETS[-1] + 2
   state = jax.eval_shape(
-    functools.partial(
-      decoding.init_state, m, shape.batch, width, shape.capacity
-    )
+    functools.partial(states.init_state, m, shape.batch, width, shape.capacity)
   )
   on = lambda spec: (
     lambda a: jax.ShapeDtypeStruct(

@@ -10,7 +10,7 @@ from eagle_jax.bench.suites import Question
 from eagle_jax.config import Sampling
 from eagle_jax.generation import Answer, Generator
 from eagle_jax.speculation.audit import Divergence
-from eagle_jax.speculation.engine import Request, cut_cycles
+from eagle_jax.speculation.requests import Request, cut_cycles
 
 LOOP = 20  # an n-gram of that many tokens seen twice is a looping tail
 

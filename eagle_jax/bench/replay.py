@@ -30,8 +30,9 @@ from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
 from eagle_jax.speculation import decoding, verify
-from eagle_jax.speculation.decoding import DecodeState, Models
-from eagle_jax.speculation.engine import Request
+from eagle_jax.speculation import state as states
+from eagle_jax.speculation.requests import Request
+from eagle_jax.speculation.state import DecodeState, Models
 from eagle_jax.speculation.tree import TreeSpec
 
 
@@ -183,7 +184,7 @@ def replay(
     for name, m in models.items():
       generator = Generator(target, drafter, "eagle", m.spec, B)
       engine = generator.engine
-      state = decoding.init_state(m, B, width, width)
+      state = states.init_state(m, B, width, width)
       state = state.replace(
         tokens=jnp.asarray(tokens),
         sampling=jax.tree.map(jnp.asarray, engine.sampling_of(requests)),

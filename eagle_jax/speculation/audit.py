@@ -14,8 +14,8 @@ import numpy as np
 
 from eagle_jax.models import masks
 from eagle_jax.speculation import sampling as rule
-from eagle_jax.speculation.decoding import Models
 from eagle_jax.speculation.sampling import SamplingParams
+from eagle_jax.speculation.state import Models
 
 FLOAT32_GAP = 1e-4  # of logits; scaled by 1 / temperature below 1
 

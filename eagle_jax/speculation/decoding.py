@@ -1,10 +1,7 @@
 """One decode cycle: grow, verify, accept, commit, extend. Fixed shapes.
 
-What lies where, for a row of length n (its root x_n is not committed yet):
-
-  tokens        x_0 x_1 ... x_{n-1} x_n  .  .      x_n: the root
-  target cache  k_0 k_1 ... k_{n-1}  .   .  .      one slot a committed token
-  drafter cache r_0 r_1 ... r_{n-1}  .   .  .      r_t: (feature t, token t+1)
+Names and slots are drawn in `state.py`; a row has n committed tokens and the
+root x_n.
 
   grow    draft M - 1 nodes below x_n from r_{n-1}'s output and its children
   verify  one target pass over the M nodes at positions n + level
@@ -18,89 +15,19 @@ the walk takes one step, the token it finds is the next root.
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from eagle_jax.models import kv_cache, masks
 from eagle_jax.models.kv_cache import Cache
 from eagle_jax.speculation import tree as trees
 from eagle_jax.speculation.sampling import (
-  SamplingParams,
   draft_children,
   gumbel,
   next_token,
 )
-from eagle_jax.speculation.tree import Tree, TreeSpec
+from eagle_jax.speculation.state import ChunkOut, DecodeState, Models
+from eagle_jax.speculation.tree import Tree
 from eagle_jax.speculation.verify import walk
-
-
-@struct.dataclass
-class Models:
-  """The two networks, their weights, and the static shape of a cycle.
-
-  target, drafter: modules (drafter None: plain decoding).
-  spec: the tree. lazy_head: the head reads only the nodes that the walk
-  visits, one by one (CPU: M rows of a large head cost more than a few single
-  ones); else one matmul over all nodes.
-  vocabulary: int32[W], draft id -> target id. ends: bool[V], end ids.
-  """
-
-  target: object = struct.field(pytree_node=False)
-  drafter: object = struct.field(pytree_node=False)
-  spec: TreeSpec = struct.field(pytree_node=False)
-  lazy_head: bool = struct.field(pytree_node=False)
-  target_params: dict
-  drafter_params: dict | None
-  vocabulary: Array | None
-  ends: Array
-
-
-@struct.dataclass
-class DecodeState:
-  """Everything a row carries from cycle to cycle; donated to each chunk.
-
-  tokens: int32[B, width], committed tokens and the root; width leaves room
-    for a cycle or a prefill chunk behind the context, since XLA clamps.
-  length: int32[B], n: tokens in both caches; tokens[n] is the root.
-  cache, draft_cache: key/value slots, capacity S; () without a drafter.
-  root_feature: [B, D], the drafter's prediction for the root's row (the true
-    feature is unknown until the root is verified).
-  child_tokens, child_scores: [B, branch], the root's drafted children.
-  seen: bool[B, V], ids in the prompt and the answer (for the penalty).
-  seeds: uint32[B, 2]. sampling: one value a row.
-  limit: int32[B], most tokens the row may have, the prompt included.
-  finished: bool[B].
-  """
-
-  tokens: Array
-  length: Array
-  cache: Cache
-  draft_cache: Cache
-  root_feature: Array
-  child_tokens: Array
-  child_scores: Array
-  seen: Array
-  seeds: Array
-  sampling: SamplingParams
-  limit: Array
-  finished: Array
-
-
-@struct.dataclass
-class ChunkOut:
-  """What the host reads of a chunk: fresh arrays, no alias of the state.
-
-  tokens: int32[B, C * (L + 1)], new tokens, `count` of them.
-  accept_lengths: int32[B, C], `cycles` of them.
-  count, cycles, length: int32[B]. finished: bool[B].
-  """
-
-  tokens: Array
-  count: Array
-  accept_lengths: Array
-  cycles: Array
-  length: Array
-  finished: Array
 
 
 def _draft_noise(m: Models, state: DecodeState, position: Array) -> Array:
@@ -440,91 +367,4 @@ def prefill(
     seen=state.seen.at[every, token].max(last),
     finished=jnp.where(last, done, state.finished),
     **updates,
-  )
-
-
-def begin(
-  m: Models,
-  state: DecodeState,
-  prompts: Array,
-  prompt_lengths: Array,
-  kept: Array,
-  seeds: Array,
-  sampling: SamplingParams,
-  limit: Array,
-) -> DecodeState:
-  """Put new prompts into the rows; `kept` leading tokens stay committed.
-
-  Args:
-    prompts: int32[B, width of state.tokens], padded on the right.
-    prompt_lengths: int32[B]; 0 marks an empty row (finished at once).
-    kept: int32[B], committed tokens that the new prompt shares, less than its
-      length: their cache slots are used again.
-  """
-  B, width = prompts.shape
-  inside = jnp.arange(width) < prompt_lengths[:, None]
-  seen = jnp.zeros((B, m.ends.shape[0]), bool)
-  seen = seen.at[jnp.arange(B)[:, None], prompts].max(inside)
-  return state.replace(
-    tokens=prompts,
-    length=kept,
-    seen=seen,
-    seeds=seeds,
-    sampling=sampling,
-    limit=limit,
-    finished=prompt_lengths == 0,
-  )
-
-
-def init_state(m: Models, B: int, width: int, capacity: int) -> DecodeState:
-  """An empty state: every row finished, no slot committed."""
-  t, spec = m.target.config, m.spec
-  cache = lambda c, layers: kv_cache.init(
-    B, layers, c.num_kv_heads, capacity, c.head_size, c.dtype
-  )
-  full = lambda value, dtype: jnp.full(B, value, dtype)
-  d = m.drafter.config if m.drafter is not None else None
-  return DecodeState(
-    tokens=jnp.zeros((B, width), jnp.int32),
-    length=full(0, jnp.int32),
-    cache=cache(t, t.num_layers),
-    draft_cache=cache(d, 1) if d else (),
-    root_feature=jnp.zeros((B, d.hidden_size if d else 0), t.dtype),
-    child_tokens=jnp.zeros((B, spec.branch), jnp.int32),
-    child_scores=jnp.zeros((B, spec.branch), jnp.float32),
-    seen=jnp.zeros((B, t.vocab_size), bool),
-    seeds=jnp.zeros((B, 2), jnp.uint32),
-    sampling=SamplingParams(
-      temperature=full(0, jnp.float32),
-      top_k=full(0, jnp.int32),
-      top_p=full(1, jnp.float32),
-      min_p=full(0, jnp.float32),
-      repetition_penalty=full(1, jnp.float32),
-      draft_noise=full(0, jnp.float32),
-    ),
-    limit=full(0, jnp.int32),
-    finished=full(True, bool),
-  )
-
-
-def resize(state: DecodeState, capacity: int) -> DecodeState:
-  """The state with caches of another capacity."""
-  return state.replace(
-    cache=kv_cache.resize(state.cache, capacity),
-    draft_cache=kv_cache.resize(state.draft_cache, capacity),
-  )
-
-
-def stop_rows(state: DecodeState, stop: Array, length: Array) -> DecodeState:
-  """Finish the marked rows, cut back to `length` committed tokens.
-
-  For stops that only the host can see. The slots behind stay written and
-  unread; `seen` is made anew by `begin`.
-
-  Args:
-    stop: bool[B]. length: int32[B].
-  """
-  return state.replace(
-    finished=state.finished | stop,
-    length=jnp.where(stop, jnp.minimum(length, state.length), state.length),
   )

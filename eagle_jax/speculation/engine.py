@@ -4,7 +4,6 @@ Every program is compiled ahead of the request's clock and kept by its shape;
 between two chunks the host reads one small `ChunkOut` and nothing else.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -16,52 +15,21 @@ import numpy as np
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import decoding
-from eagle_jax.speculation.decoding import ChunkOut, DecodeState, Models
+from eagle_jax.speculation import state as states
+from eagle_jax.speculation.requests import (
+  Request,
+  Result,
+  cut_cycles,
+  shared_slots,
+)
 from eagle_jax.speculation.sampling import SamplingParams, row_seed
+from eagle_jax.speculation.state import ChunkOut, DecodeState, Models
 from eagle_jax.speculation.tree import Tree
 
 # Prefill runs in chunks of the last bucket; the rest is padded to a bucket.
 PREFILL_BUCKETS = (32, 128, 512)
 SMALLEST_CAPACITY = 256
 CHUNK = 32  # cycles in one device program at most
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """One row to decode.
-
-  number, sample: with `seed` they key the row's noise; never the batch slot.
-  """
-
-  prompt_ids: Sequence[int]
-  max_new_tokens: int
-  sampling: Sampling = dataclasses.field(default_factory=Sampling)
-  seed: int = 0
-  number: int = 0
-  sample: int = 0
-
-
-@dataclasses.dataclass
-class Result:
-  """What came of a request.
-
-  token_ids: new tokens, an end id included. accept_lengths: one a cycle.
-  finish_reason: "stop" (an end id or a stop string) or "length".
-  seconds: wall clock of its batch, prefill included, compilation not.
-  decode_seconds: the part after the first token.
-  """
-
-  token_ids: list[int]
-  accept_lengths: list[int]
-  finish_reason: str
-  seconds: float
-  decode_seconds: float
-
-  @property
-  def tau(self) -> float | None:
-    """Tokens kept a verify pass; prefill's token counts in neither."""
-    cycles = len(self.accept_lengths)
-    return (len(self.token_ids) - 1) / cycles if cycles else None
 
 
 # Called with the row and all its new tokens so far; a number cuts the row to
@@ -138,14 +106,14 @@ class Engine:
     began = time.perf_counter()
     m, B = self.models, self.batch_size
     state = jax.eval_shape(
-      functools.partial(decoding.init_state, m, B, self._width, capacity)
+      functools.partial(states.init_state, m, B, self._width, capacity)
     )
     row = jax.ShapeDtypeStruct((B,), jnp.int32)
     flag = jax.ShapeDtypeStruct((B,), bool)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     if name == "init":
       make = functools.partial(
-        decoding.init_state, B=B, width=self._width, capacity=capacity
+        states.init_state, B=B, width=self._width, capacity=capacity
       )
       lowered = jax.jit(make).lower(m)
     elif name == "chunk":
@@ -158,17 +126,17 @@ class Engine:
       ).lower(m, state, row, flag)
     elif name == "begin":
       tokens, seeds = state.tokens, state.seeds
-      lowered = jax.jit(decoding.begin, donate_argnums=1).lower(
+      lowered = jax.jit(states.begin, donate_argnums=1).lower(
         m, state, tokens, row, row, seeds, state.sampling, row
       )
     elif name == "resize":
       lowered = jax.jit(
-        functools.partial(decoding.resize, capacity=static[0])
+        functools.partial(states.resize, capacity=static[0])
       ).lower(state)
     elif name == "grow":  # to look at; a cycle grows its own
       lowered = jax.jit(decoding.grow).lower(m, state)
     elif name == "stop":
-      lowered = jax.jit(decoding.stop_rows, donate_argnums=0).lower(
+      lowered = jax.jit(states.stop_rows, donate_argnums=0).lower(
         state, flag, row
       )
     else:
@@ -436,31 +404,3 @@ class Engine:
         np.float32,
       ),
     )
-
-
-def shared_slots(row: Sequence[int], prompt: Sequence[int]) -> int:
-  """How many committed slots a new prompt can use again.
-
-  row holds n + 1 tokens in n slots. Drafter slot t holds token t + 1 as well,
-  so the last shared token's slot is made anew:
-
-    row     a b c d e     slots of a b c d
-    prompt  a b c x y     shared a b c -> slots of a b
-  """
-  same = 0
-  for a, b in zip(row, prompt):  # noqa: B905 (the shorter one ends it)
-    if a != b:
-      break
-    same += 1
-  return max(0, min(same - 1, len(row) - 1, len(prompt) - 1))
-
-
-def cut_cycles(accept_lengths: list[int], tokens: int) -> list[int]:
-  """The cycles that gave the first `tokens` tokens, the last one cut."""
-  kept = []
-  for a in accept_lengths:
-    if tokens <= 0:
-      break
-    kept.append(min(a, tokens - 1))
-    tokens -= a + 1
-  return kept

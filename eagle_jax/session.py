@@ -1,0 +1,122 @@
+"""Models loaded for a set of options, and the figures of what they decode."""
+
+import dataclasses
+import sys
+
+from eagle_jax import generation, loading, text
+from eagle_jax.config import Sampling
+from eagle_jax.errors import InputError
+from eagle_jax.generation import Generator
+from eagle_jax.options import DecodeOptions
+from eagle_jax.speculation.requests import Request
+
+
+def say(line: str) -> None:
+  """Progress goes to stderr: stdout holds answers."""
+  print(line, file=sys.stderr, flush=True)
+
+
+class Session:
+  """The loaded models and what is decoded with them."""
+
+  def __init__(self, o: DecodeOptions):
+    self.o = o
+    self.sampling = Sampling(
+      o.temperature,
+      o.top_k,
+      o.top_p,
+      o.min_p,
+      o.repetition_penalty,
+      o.draft_noise,
+    )
+    spec = generation.tree_spec(
+      o.tree, o.tree_nodes, o.tree_levels, o.tree_branch
+    )
+    drafter = o.drafter
+    default = loading.is_default(o.target)
+    if o.method == "eagle" and drafter is None and not default:
+      raise InputError(
+        f"no drafter for target {o.target!r}: give --drafter, or --method plain"
+      )
+    generation.use_compilation_cache()
+    target = loading.load_target(
+      o.target, o.dtype or loading.default_dtype(), say
+    )
+    found = None
+    if o.method == "eagle":
+      found = loading.load_drafter(
+        drafter or loading.DEFAULT_DRAFTER, target, say
+      )
+    make = lambda method: Generator(
+      target, found, method, spec, o.batch_size, o.context, o.ignore_eos
+    )
+    self.generator = make(o.method)
+    self.plain = make("plain") if o.compare else None
+    self.tokenizer = target.tokenizer
+    self.piece = lambda i: (
+      str(i)
+      if target.tokenizer is None
+      else target.tokenizer.decode([i], skip_special_tokens=False)
+    )
+
+  def request(self, prompt, number: int, sample: int) -> tuple[Request, str]:
+    """A request and the prompt's name in the output."""
+    o = self.o
+    if isinstance(prompt, str):
+      if o.raw:
+        ids = text.encode_raw(self.tokenizer, prompt)
+      else:
+        ids = text.encode_messages(
+          self.tokenizer, text.with_system(prompt, o.system)
+        )
+      name = prompt
+    elif isinstance(prompt[0], dict):
+      if o.raw:
+        raise InputError("--raw takes plain prompts, the file has messages")
+      system = [{"role": "system", "content": o.system}] if o.system else []
+      if system and prompt[0]["role"] == "system":
+        raise InputError(
+          "--system is given, and the file's messages have a system turn"
+        )
+      ids = text.encode_messages(self.tokenizer, system + prompt)
+      name = prompt[-1]["content"]
+    else:
+      ids, name = prompt, ",".join(map(str, prompt))
+    return (
+      Request(ids, o.max_new_tokens, self.sampling, o.seed, number, sample),
+      name,
+    )
+
+
+@dataclasses.dataclass
+class Totals:
+  """Sums over rows, for the closing line."""
+
+  rows: int = 0
+  tokens: int = 0
+  cycles: int = 0
+  seconds: float = 0.0
+  plain_tokens: int = 0
+  plain_seconds: float = 0.0
+  identical: int = 0
+  near_ties: int = 0
+
+  def line(self, compare: bool, compile_seconds: float) -> str:
+    rate = self.tokens / self.seconds if self.seconds else 0.0
+    parts = [f"{self.tokens} token{'s' if self.tokens != 1 else ''}"]
+    if self.rows > 1:
+      parts[0] += f" in {self.rows} rows"
+    if self.cycles:
+      tau = (self.tokens - self.rows) / self.cycles
+      parts.append(f"tau {tau:.2f}")
+    parts.append(f"{rate:.1f} tokens/s")
+    if compare and self.plain_seconds:
+      plain = self.plain_tokens / self.plain_seconds
+      same = (
+        "same tokens"
+        if self.identical == self.rows
+        else f"{self.identical} of {self.rows} rows same tokens,"
+        f" {self.near_ties} near ties"
+      )
+      parts.append(f"{rate / plain:.2f}x plain ({plain:.1f} tokens/s), {same}")
+    return f"{', '.join(parts)}; compiled in {compile_seconds:.1f} s"
