@@ -1,0 +1,67 @@
+"""The calibration counts what a loop counts, and writes what it found."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_losses
+import tiny
+
+from eagle_jax.checkpoints import drafters
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.speculation.sampling import gumbel, row_seed
+from eagle_jax.training import calibrate, data, losses
+
+
+def test_curve_against_a_loop():
+  target = tiny.target()
+  drafter = tiny.drafter(target)
+  packed = data.pack(test_losses.documents([20, 11]), 32)
+  got = calibrate.curve(target, drafter, packed, temperature=0.8, seed=3)
+  batch = test_losses.batch_of(target, drafter, packed)
+  module = Drafter(drafter.config)
+  out = losses.unroll(module, drafter.params, batch, 1)[0]
+  draft = module.apply({"params": drafter.params}, out, method="logits")[0]
+  logits = Target(target.config).apply(
+    {"params": target.params}, batch.final[0], method="logits"
+  )
+  for strength in calibrate.STRENGTHS:
+    hits, rows = np.zeros(len(calibrate.WIDTHS)), 0
+    for t in np.flatnonzero(np.asarray(losses.counted(batch, 0))[0]):
+      at = jnp.asarray([packed.positions[0, t] + 2])
+      noise = gumbel(row_seed(3, 0, 0)[None], at, tiny.V)[0]
+      wanted = int(jnp.argmax(logits[t + 1] / 0.8 + noise))
+      keys = draft[t] / 0.8 + strength * noise[drafter.vocabulary]
+      best = drafter.vocabulary[np.argsort(-np.asarray(keys))]
+      hits += [wanted in best[:k] for k in calibrate.WIDTHS]
+      rows += 1
+    assert rows > 5
+    np.testing.assert_allclose(got[str(strength)], hits / rows, atol=1e-4)
+
+
+def test_best_strength_by_width():
+  measured = {"0.0": [0.3, 0.6, 0.7], "0.5": [0.4, 0.5, 0.7]}
+  assert calibrate.best(measured, 1) == 0.5
+  assert calibrate.best(measured, 4) == 0.0
+
+
+def test_strength_is_written_and_read(tmp_path):
+  target = tiny.target()
+  made = tiny.drafter(target)
+  folder = tmp_path / "d"
+  drafters.save(
+    folder,
+    made.config,
+    made.params,
+    made.vocabulary,
+    False,
+    {},
+    "float32",
+  )
+  calibrate.write(folder, 0.25, {"temperature": 1.0})
+  raw = json.loads((folder / "config.json").read_text())
+  assert raw["eagle_jax"]["calibration"] == {"temperature": 1.0}
+  again = drafters.load(folder, target.config, target.params)
+  assert again.config.draft_noise == pytest.approx(0.25)

@@ -1,0 +1,87 @@
+"""Replay gives the accept lengths of real decoding, without verifying."""
+
+import engines
+import numpy as np
+import pytest
+import tiny
+
+from eagle_jax import Sampling, loading
+from eagle_jax.bench import replay
+from eagle_jax.speculation import tree
+from eagle_jax.speculation.engine import Engine
+from eagle_jax.speculation.requests import Request
+
+SPECS = {"dynamic": engines.DYNAMIC, "chain": tree.chain(2)}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_accept_lengths_are_those_of_decoding(kind):
+  target = engines.target()
+  drafter = tiny.drafter(target, kind)
+  requests = [
+    Request(engines.prompt(i, 5 + 3 * i), 30, s, seed=4, number=i)
+    for i, s in enumerate(
+      [Sampling(), Sampling(1.0, draft_noise=0.5), Sampling(0.7, top_k=9)]
+    )
+  ]
+  with engines.fast_compiles():
+    plain = Engine(loading.models(target, None, tree.plain()), 3, None)
+    known = replay.Known(
+      requests, [r.token_ids for r in plain.generate(requests)]
+    )
+    got = replay.replay(target, drafter, known, SPECS, batch_size=2)
+    for name, spec in SPECS.items():
+      engine = Engine(loading.models(target, drafter, spec), 3, None)
+      real = engine.generate(requests)
+      assert sum(sum(r.accept_lengths) for r in real) > 3
+      for row, result in zip(got[name], real, strict=True):
+        assert row.tokens == result.token_ids
+        assert row.accept_lengths == result.accept_lengths
+
+
+def test_answers_are_kept_and_keyed_by_what_made_them(tmp_path, monkeypatch):
+  target = engines.target()
+  monkeypatch.setattr(
+    replay.text, "encode_messages", lambda tokenizer, m: [1, 2, 3]
+  )
+  question = replay.suites.Question(7, "", ("x",))
+  with engines.fast_compiles():
+    make = lambda s: replay.plain_answers(
+      target, [question], s, 8, 0, 1, tmp_path
+    )
+    first = make(Sampling())
+    assert make(Sampling(draft_noise=0.5)).answers == first.answers
+    assert len(list(tmp_path.iterdir())) == 1  # noise makes no new answer
+    make(Sampling(1.0))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+  ("name", "want"),
+  [
+    ("dynamic:9:3:2", tree.dynamic(9, 3, 2)),
+    ("static", tree.eagle1()),
+    ("chain::4", tree.chain(4)),
+    ("uniform:7::2", tree.uniform(7, 2)),
+  ],
+)
+def test_tree_names(name, want):
+  assert replay.parse_tree(name) == want
+
+
+@pytest.mark.parametrize(
+  "name", ["oak", "dynamic:x", "dynamic:2:6:1", "a:b:c:d:e"]
+)
+def test_bad_tree_names(name):
+  with pytest.raises(replay.InputError, match=name):
+    replay.parse_tree(name)
+
+
+def test_known_tokens_end_a_replay_exactly():
+  """No cycle runs past the answer, however deep the tree."""
+  target = engines.target()
+  drafter = tiny.drafter(target)
+  known = replay.Known([Request([3, 1], 5)], [[4, 4, 4, 4, 4]])
+  row = replay.replay(target, drafter, known, SPECS, 1)["chain"][0]
+  assert sum(a + 1 for a in row.accept_lengths) == len(row.tokens) - 1
+  assert np.max(row.accept_lengths) <= 2
