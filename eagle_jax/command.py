@@ -87,7 +87,9 @@ def _group(session: Session, group, headed: bool, totals: Totals, sink) -> None:
   )
   plain = [None] * len(group)
   if session.plain:
-    plain = session.plain.run(requests, names, o.stop)
+    # with as many looks as the run it is compared to
+    quiet = (lambda *_: None) if single else None
+    plain = session.plain.run(requests, names, o.stop, quiet)
   for answer, base in zip(answers, plain, strict=True):
     _print_answer(session, answer, single, trees)
     row = _record(answer)

@@ -76,7 +76,7 @@ class DrafterConfig(LayerConfig):
   kind "eagle3": reads the inputs of the target layers `taps`, fused by one
     matrix, and has a norm and a head of its own (EAGLE-3).
   draft_noise: strength s of the shared Gumbel noise in drafting, calibrated
-    after training (`bench.calibrate`); 0 drafts by probability alone.
+    after training (`training.calibrate`); 0 drafts by probability alone.
   """
 
   kind: str = dataclasses.field(kw_only=True)

@@ -25,11 +25,16 @@ class Drawn:
     """Nodes on the accepted path, the root first."""
     node, nodes = 0, [0]
     for token in self.given[:-1]:
-      node = next(
+      below = (
         i
         for i in range(1, len(self.tokens))
         if self.parent[i] == node and self.tokens[i] == token and self.valid[i]
       )
+      # The tree to look at is grown by a program of its own; rounding may
+      # drop a node that the decoding program kept.
+      node = next(below, None)
+      if node is None:
+        break
       nodes.append(node)
     return nodes
 

@@ -1,7 +1,6 @@
 """Names and paths -> models: the one place that knows the defaults."""
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -95,7 +94,7 @@ def end_ids(folder: pathlib.Path) -> tuple[int, ...]:
   for name in ("generation_config.json", "config.json"):
     file = folder / name
     if file.exists():
-      found = json.loads(file.read_text()).get("eos_token_id")
+      found = hf_target.read_json(file).get("eos_token_id")
       if found is not None:
         return tuple(found) if isinstance(found, list) else (found,)
   return ()
@@ -103,10 +102,17 @@ def end_ids(folder: pathlib.Path) -> tuple[int, ...]:
 
 def load_target(name: str, dtype: str, say) -> LoadedTarget:
   folder = target_folder(name, say)
+  if dtype not in ("float32", "bfloat16"):
+    raise InputError(f"dtype {dtype!r} must be float32 or bfloat16")
   config, params = hf_target.load(folder, dtype)
-  return LoadedTarget(
-    name, config, params, load_tokenizer(folder), end_ids(folder)
-  )
+  ends = end_ids(folder)
+  wrong = [i for i in ends if not 0 <= i < config.vocab_size]
+  if wrong:
+    raise InputError(
+      f"{folder}: eos_token_id {wrong[0]} is outside the vocabulary 0.."
+      f"{config.vocab_size - 1}: mend generation_config.json"
+    )
+  return LoadedTarget(name, config, params, load_tokenizer(folder), ends)
 
 
 def load_drafter(name: str, target: LoadedTarget, say) -> LoadedDrafter:

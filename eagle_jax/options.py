@@ -142,6 +142,10 @@ def check(o: DecodeOptions) -> None:
     raise InputError("--compare compares with plain: use --method eagle")
   if o.show and o.batch_size > 1:
     raise InputError("--show draws one row: use --batch_size 1")
+  if o.show and o.compare:
+    raise InputError(
+      "--show grows every tree twice: leave it out to --compare speeds"
+    )
   if o.show and o.method == "plain":
     raise InputError("--show draws drafts: use --method eagle")
   if not 0 <= o.seed < 2**32:

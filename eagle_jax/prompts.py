@@ -21,7 +21,7 @@ def read(file: pathlib.Path) -> list[str | list[dict]]:
     text = file.read_text(encoding="utf-8-sig")
   except (OSError, UnicodeDecodeError) as e:
     raise InputError(f"{file}: cannot be read ({e})") from None
-  lines = [line for line in text.splitlines() if line.strip()]
+  lines = [line for line in text.split("\n") if line.strip()]
   if not lines:
     raise InputError(f"{file}: no prompts: give one a line")
   if not lines[0].lstrip().startswith("{"):

@@ -56,7 +56,10 @@ class TextStream:
     """The rest, when no more ids will come."""
     if self.stopped:
       return ""
-    return self._hand_out(self._decode(ids))
+    whole = self._decode(ids)
+    new = self._hand_out(whole)
+    self.text = whole  # also where the decoder changed what was printed
+    return new
 
   def _find(self, text: str) -> int | None:
     found = [i for s in self._stops if (i := text.find(s)) >= 0]

@@ -18,6 +18,7 @@ from eagle_jax.speculation.engine import (
   cut_cycles,
   prefill_plan,
   shared_slots,
+  slots_needed,
 )
 
 PROMPT = engines.prompt(40, 7)
@@ -340,7 +341,23 @@ def test_capacities_are_powers_of_two_up_to_the_most():
     512,
     900,
   ]
-  assert capacity_for(950, 900) == 950  # never too small
+
+
+def test_slots_needed_is_what_prefill_and_a_cycle_write():
+  rng = np.random.default_rng(1)
+  for _ in range(200):
+    n = rng.integers(1, 900, 3)
+    kept = rng.integers(0, n)
+    plan = prefill_plan(int((n - kept).max()))
+    step, most = int(rng.integers(1, 8)), 0
+    for length, done in zip(n, kept, strict=True):
+      for T in plan:
+        most = max(most, done + T)
+        done = min(done + T, length)
+      most = max(most, length + step)
+    got = slots_needed(plan, n.tolist(), kept.tolist(), step)
+    assert got >= most
+    assert got <= most + module.PREFILL_BUCKETS[-1]
 
 
 def test_cut_cycles_is_cutting_the_tokens():

@@ -94,7 +94,7 @@ def twin_build(levels, keep, b):
   ]
   best = sorted(range(len(pool)), key=lambda i: (-pool[i][0], i))[:keep]
   kept = sorted(best)
-  node = {index: n + 1 for n, index in enumerate(kept)}
+  node = {index + 1: n + 1 for n, index in enumerate(kept)}
   return [
     (pool[i][1], node.get(pool[i][2], 0), pool[i][3], pool[i][0]) for i in kept
   ]

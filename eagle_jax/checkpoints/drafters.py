@@ -116,13 +116,18 @@ def _config(
         " this drafter was trained for another model"
       )
   heads = raw["num_attention_heads"]
+  taps = tuple(ours.get("taps", ()))
+  if kind == "eagle3" and not taps:
+    taps = official_taps(target.num_layers)
+  if max(taps, default=0) > target.num_layers:
+    raise InputError(
+      f"{where}: taps {taps} reach past the target's {target.num_layers} layers"
+    )
   return DrafterConfig(
     kind=kind,
     vocab_size=target.vocab_size,
     draft_vocab_size=raw.get("draft_vocab_size") or target.vocab_size,
-    taps=tuple(ours.get("taps", official_taps(target.num_layers)))
-    if kind == "eagle3"
-    else (),
+    taps=taps if kind == "eagle3" else (),
     fc_bias="fc.bias" in names,
     draft_noise=float(ours.get("draft_noise", 0.0)),
     hidden_size=raw["hidden_size"],
@@ -131,7 +136,11 @@ def _config(
     num_kv_heads=raw.get("num_key_value_heads") or heads,
     head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
     norm_eps=float(raw["rms_norm_eps"]),
-    rope_theta=float(raw.get("rope_theta") or 10000.0),
+    rope_theta=float(
+      raw.get("rope_theta")
+      or (raw.get("rope_parameters") or {}).get("rope_theta")
+      or 10000.0
+    ),
     max_positions=raw["max_position_embeddings"],
     rope_scaling=rope_scaling(raw.get("rope_scaling")),
     qkv_bias=any(n.endswith("q_proj.bias") for n in names),

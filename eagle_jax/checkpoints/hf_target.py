@@ -73,6 +73,12 @@ def rope_scaling(raw: dict | None) -> RopeScaling | None:
       high_freq_factor=float(raw["high_freq_factor"]),
     )
   if kind == "yarn":
+    odd = [n for n in ("mscale", "mscale_all_dim") if raw.get(n)]
+    if odd or raw.get("truncate") is False:
+      raise ValueError(
+        f"yarn scaling with {', '.join(odd) or 'truncate false'} is not"
+        " supported"
+      )
     factor = float(raw["factor"])
     attention = raw.get("attention_factor") or 0.1 * np.log(factor) + 1.0
     return RopeScaling(
@@ -172,7 +178,11 @@ def parameter_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(folder: pathlib.Path) -> dict:
-  file = folder / "config.json"
+  return read_json(folder / "config.json")
+
+
+def read_json(file: pathlib.Path) -> dict:
+  """The object in a JSON file of a model folder."""
   try:
     raw = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:

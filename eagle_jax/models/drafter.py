@@ -20,7 +20,7 @@ from jax import Array
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.models import layers, masks
-from eagle_jax.models.kv_cache import KV, Cache
+from eagle_jax.models.kv_cache import KV
 
 
 class Drafter(nn.Module):
@@ -102,8 +102,3 @@ class Drafter(nn.Module):
       tokens, self.fuse(features), positions, attend, None, None, ()
     )
     return self.logits(out)
-
-
-def one_layer(rows: KV) -> Cache:
-  """A drafter has one layer; the cache functions take a tuple of layers."""
-  return (rows,)

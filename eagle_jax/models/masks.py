@@ -9,8 +9,8 @@ One forward call has T query rows and up to four blocks of keys:
 
 `Attend` says which of them a query sees; one softmax runs over all blocks.
 
-  prefill           plain step      verify, M = 4       draft level 2
-  own: Causal       own: Itself     own: Tree           earlier, own: Itself
+  prefill           plain, M = 1    verify, M = 4       draft level 2
+  own: Causal       own: Tree       own: Tree           earlier, own: Itself
 
   prefix | own      prefix | own    prefix | own        prefix | earl | own
   1 1 0  | 1 . .    1 1 0  | 1      1 1 0  | 1 . . .    1 1 0  | 1 .  | 1 .

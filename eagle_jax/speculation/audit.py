@@ -94,12 +94,13 @@ def audit(
   if not excused and temperature:
     # Loosen and tighten each cut by the allowed gap: does the choice move?
     shift = 1 + allowed
-    variants = [
-      params.replace(top_p=params.top_p / shift),
-      params.replace(top_p=np.minimum(params.top_p * shift, 1)),
-      params.replace(min_p=params.min_p / shift),
-      params.replace(min_p=params.min_p * shift),
-    ]
+    variants = []  # of the cuts that are on
+    if params.top_p[0] < 1:
+      variants.append(params.replace(top_p=params.top_p / shift))
+      variants.append(params.replace(top_p=np.minimum(params.top_p * shift, 1)))
+    if params.min_p[0] > 0:
+      variants.append(params.replace(min_p=params.min_p / shift))
+      variants.append(params.replace(min_p=params.min_p * shift))
     k = int(params.top_k[0])
     uncut = params.replace(
       top_k=params.top_k * 0, top_p=params.top_p * 0 + 1, min_p=params.min_p * 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
+from eagle_jax.models import kv_cache
 from eagle_jax.speculation import decoding
 from eagle_jax.speculation import state as states
 from eagle_jax.speculation.requests import (
@@ -56,17 +57,41 @@ def capacity_for(slots: int, most: int) -> int:
   capacity = SMALLEST_CAPACITY
   while capacity < slots:
     capacity *= 2
-  return min(capacity, max(most, slots))
+  return min(capacity, most)
 
 
 def prefill_plan(tokens: int) -> list[int]:
-  """Chunk lengths that cover so many tokens."""
-  largest = PREFILL_BUCKETS[-1]
-  plan = [largest] * (tokens // largest)
-  rest = tokens % largest
-  if rest or not plan:
-    plan.append(next(b for b in PREFILL_BUCKETS if b >= rest))
+  """Chunk lengths that cover so many tokens, large ones first.
+
+  700 tokens: 512 128 32 32 (704), buckets 32, 128 and 512.
+  """
+  smallest = PREFILL_BUCKETS[0]
+  rest = max(-(-tokens // smallest), 1) * smallest
+  plan = []
+  for bucket in reversed(PREFILL_BUCKETS):
+    plan += [bucket] * (rest // bucket)
+    rest %= bucket
   return plan
+
+
+def slots_needed(
+  plan: Sequence[int], lengths: Sequence[int], kept: Sequence[int], step: int
+) -> int:
+  """Cache slots that prefill and the first cycle may write.
+
+  A chunk writes its whole length behind every row, also behind rows whose
+  prompt ended earlier; a cycle writes `step` slots behind the prompt:
+
+    kept 0, length 40, plan 32 32    0 |--32--|--32--| 64
+    kept 0, length 10                0 |--10--|--32--| 42, never past 64
+
+  Args:
+    lengths, kept: tokens of each row's prompt, and those already committed.
+  """
+  total, largest = sum(plan), max(plan)
+  rows = zip(lengths, kept, strict=True)
+  written = max(min(k + total, n + largest) for n, k in rows)
+  return max(written, max(lengths) + step)
 
 
 class Engine:
@@ -93,6 +118,7 @@ class Engine:
     self.fetches = 0
     self._width = self.context + max(PREFILL_BUCKETS[-1], self.step) + 2
     self._most = self.context + max(self.step, PREFILL_BUCKETS[-1])
+    self._ends = np.asarray(models.ends)
     self._state: DecodeState | None = None
     self._rows: list[list[int]] = [[] for _ in range(batch_size)]
 
@@ -133,6 +159,8 @@ class Engine:
       lowered = jax.jit(
         functools.partial(states.resize, capacity=static[0])
       ).lower(state)
+    elif name == "look":
+      lowered = jax.jit(states.look).lower(state)
     elif name == "grow":  # to look at; a cycle grows its own
       lowered = jax.jit(decoding.grow).lower(m, state)
     elif name == "stop":
@@ -152,16 +180,23 @@ class Engine:
       found.append(capacity_for(found[-1] + 1, self._most))
     return found
 
-  def _prepare(self, plan: list[int], first: int, last: int) -> None:
+  def _prepare(
+    self, plan: list[int], first: int, last: int, watch, watch_trees
+  ) -> None:
     """Compile all that a batch can reach."""
     capacities = self._capacities(first, last)
     start = capacities[0]
     self._program("init", start)
     self._program("begin", start)
+    self._program("look", start)
     for T in sorted(set(plan)):
       self._program("prefill", start, T)
     for i, capacity in enumerate(capacities):
       self._program("chunk", capacity)
+      if watch:
+        self._program("stop", capacity)
+      if watch_trees:
+        self._program("grow", capacity)
       if i:
         self._program("resize", capacities[i - 1], capacity)
 
@@ -206,14 +241,14 @@ class Engine:
       watch_trees: sees every draft tree; drafts are then grown twice and read
         each cycle, which is slow.
     """
+    if not 1 <= cycles <= CHUNK:
+      raise ValueError(f"cycles {cycles} must be from 1 to {CHUNK}")
     for request in requests:
       self.check(request)
     results: list[Result] = []
     for at in range(0, len(requests), self.batch_size):
       group = requests[at : at + self.batch_size]
-      results += self._batch(
-        group, watch, at, max(1, min(cycles, CHUNK)), reuse, watch_trees
-      )
+      results += self._batch(group, watch, at, cycles, reuse, watch_trees)
     return results
 
   def _batch(
@@ -226,31 +261,28 @@ class Engine:
       for n, r in zip(lengths, group, strict=True)
     ]
     kept = [0] * len(group)
-    if reuse and self._state is not None:
+    reuse = reuse and self._state is not None
+    if reuse:
       kept = [
         shared_slots(self._rows[b], r.prompt_ids) for b, r in enumerate(group)
       ]
     plan = prefill_plan(max(n - k for n, k in zip(lengths, kept, strict=True)))
-    # A chunk writes its whole length behind every row.
-    first = max(max(lengths), max(kept)) + max(sum(plan), self.step)
-    first = min(first, max(kept) + sum(plan) + self.step)
-    last = max(max(limits) - 1 + self.step, first)
-    if reuse and self._state is not None:
-      held = self._state.cache[0].k.shape[2]
-      first = max(first, held)
-    capacity = capacity_for(first, self._most)
-    self._prepare(plan, first, max(last, first))
-    if reuse and self._state is not None and capacity > held:
+    first = slots_needed(plan, lengths, kept, self.step)
+    held = kv_cache.capacity(self._state.cache) if reuse else 0
+    capacity = capacity_for(max(first, held), self._most)
+    last = max(max(limits) - 1 + self.step, capacity)
+    self._prepare(plan, capacity, last, watch, watch_trees)
+    if held and capacity > held:
       self._program("resize", held, capacity)
+    seeds = self.seeds_of(group)
 
     began = time.perf_counter()
-    if not reuse or self._state is None:
+    state, self._state = self._state, None  # donated, or freed, from here on
+    if not reuse:
+      del state
       state = self._program("init", capacity)(m)
-    else:
-      state = self._state
-      if capacity > held:
-        state = self._program("resize", held, capacity)(state)
-    self._state = None  # donated from here on
+    elif capacity > held:
+      state = self._program("resize", held, capacity)(state)
     prompts = np.zeros((B, self._width), np.int32)
     for b, r in enumerate(group):
       prompts[b, : lengths[b]] = r.prompt_ids
@@ -263,7 +295,7 @@ class Engine:
       prompts,
       row(lengths),
       row(kept),
-      self.seeds_of(group),
+      seeds,
       self.sampling_of(group),
       row(limits),
     )
@@ -288,14 +320,12 @@ class Engine:
     tokens: list[list[int]] = []
     accepts: list[list[int]] = [[] for _ in group]
     stopped = [False] * len(group)
-    live = True
-    prefilled = None
-    capacity = state.cache[0].k.shape[2]
+    capacity = kv_cache.capacity(state.cache)
     # No cycle yet: the first read brings the tokens that prefill gave.
-    roots, out = self._first(state)
+    out = self._fetch(self._program("look", capacity)(state))
     prefilled = time.perf_counter()
     for b in range(len(group)):
-      tokens.append([int(roots[b])])
+      tokens.append(out.tokens[b].tolist())
     while True:
       cut = self._look(group, watch, offset, tokens, accepts, stopped)
       if cut:
@@ -315,7 +345,7 @@ class Engine:
         capacity = larger
       if watch_trees:
         cycles = 1
-        drafted = jax.device_get(self._program("grow", capacity)(m, state))
+        drafted = self._fetch(self._program("grow", capacity)(m, state))
       state, out = self._program("chunk", capacity)(m, state, np.int32(cycles))
       out = self._fetch(out)
       if watch_trees:
@@ -329,12 +359,11 @@ class Engine:
     self._rows = [
       [*r.prompt_ids, *t] for r, t in zip(group, tokens, strict=True)
     ] + [[] for _ in range(self.batch_size - len(group))]
-    ends = self._ends()
     return [
       Result(
         tokens[b],
         accepts[b],
-        "stop" if stopped[b] or ends[tokens[b][-1]] else "length",
+        "stop" if stopped[b] or self._ends[tokens[b][-1]] else "length",
         ended - began,
         ended - prefilled,
       )
@@ -359,23 +388,10 @@ class Engine:
 
   # Transfers -------------------------------------------------------------
 
-  def _fetch(self, out: ChunkOut) -> ChunkOut:
-    """The one place where decoding waits for the device."""
+  def _fetch(self, out):
+    """The one place where decoding reads from the device."""
     self.fetches += 1
     return jax.device_get(out)
-
-  def _first(self, state: DecodeState) -> tuple[np.ndarray, ChunkOut]:
-    root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
-    none = jnp.zeros((self.batch_size, 0), jnp.int32)
-    out = ChunkOut(
-      root, none, none, none, state.length + 0, state.finished | False
-    )
-    out = self._fetch(out)
-    return out.tokens[:, 0], out
-
-  @functools.cache  # noqa: B019 (an engine lives as long as the program)
-  def _ends(self) -> np.ndarray:
-    return np.asarray(self.models.ends)
 
   def seeds_of(self, group: Sequence[Request]) -> np.ndarray:
     """uint32[B, 2], the rows' noise keys; empty rows get zeros."""

@@ -158,6 +158,21 @@ def resize(state: DecodeState, capacity: int) -> DecodeState:
   )
 
 
+def look(state: DecodeState) -> ChunkOut:
+  """The roots, before any cycle ran: the tokens that prefill gave."""
+  B = state.length.shape[0]
+  root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
+  zeros = jnp.zeros(B, jnp.int32)
+  return ChunkOut(
+    tokens=root,
+    count=zeros + 1,
+    accept_lengths=jnp.zeros((B, 0), jnp.int32),
+    cycles=zeros,
+    length=state.length,
+    finished=state.finished,
+  )
+
+
 def stop_rows(state: DecodeState, stop: Array, length: Array) -> DecodeState:
   """Finish the marked rows, cut back to `length` committed tokens.
 

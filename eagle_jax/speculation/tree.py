@@ -3,11 +3,11 @@
 A cycle drafts a *pool* of candidates level by level and keeps M - 1 of them as
 nodes under the root. With branch 2, L = 3:
 
-  pool index   0  1 |  2  3  4  5 |  6  7  8  9
+  candidate    1  2 |  3  4  5  6 |  7  8  9 10
   level        1  1 |  2  2  2  2 |  3  3  3  3
-  parent       .  . |  0  0  1  1 |  3  3  4  4      (. = the root)
+  parent       0  0 |  1  1  2  2 |  4  4  5  5      (0 = the root)
 
-Level 3 hangs under candidates 3 and 4: the frontier, the `branch` best of
+Level 3 hangs under candidates 4 and 5: the frontier, the `branch` best of
 level 2. A dynamic tree (EAGLE-2, arXiv 2406.16858) picks frontiers and nodes
 by score; a static one by a table. Both come out as the same `Tree`.
 """
@@ -148,9 +148,11 @@ class Tree:
     level      0  1  1  2                     1 . 1 .
                                               1 1 . 1
 
-  tokens, parent, level: int32[B, M]. scores: float32[B, M], the cumulative
-  log-probability of the path. valid: bool[B, M]; an invalid node stands for a
-  candidate that does not exist and is never accepted.
+  tokens, parent, level: int32[B, M].
+  scores: float32[B, M], the drafter's cumulative log-probability of the path;
+    above temperature 0, of the tempered and perturbed scores it ranks by.
+  valid: bool[B, M]; an invalid node stands for a candidate that does not
+    exist and is never accepted.
   ancestors: bool[B, M, M], itself included.
   """
 
@@ -166,7 +168,7 @@ class Tree:
 class Level:
   """Candidates of one level: [B, C] each.
 
-  parent: pool index of the parent, -1 for the root (a key, not an index).
+  parent: number of the parent candidate, from 1; 0 = the root.
   """
 
   tokens: Array
@@ -177,7 +179,7 @@ class Level:
 def first_level(tokens: Array, scores: Array) -> Level:
   """The root's children; scores: log-probabilities, clamped to <= 0."""
   return Level(
-    tokens, jnp.minimum(scores, 0.0), jnp.full(tokens.shape, -1, jnp.int32)
+    tokens, jnp.minimum(scores, 0.0), jnp.zeros(tokens.shape, jnp.int32)
   )
 
 
@@ -196,7 +198,7 @@ def next_level(
 
   Args:
     frontier_tokens, frontier_scores, frontier_pool: [B, width], the expanded
-      nodes and their pool indices.
+      nodes and their candidate numbers.
     tokens, scores: [B, width, branch], the drafter's best children.
     ends: bool[V], the end ids.
   """
@@ -222,8 +224,8 @@ def frontier(spec: TreeSpec, level: int, newest: Level) -> Array:
 
 
 def level_start(spec: TreeSpec, level: int) -> int:
-  """Pool index of a level's first candidate; level from 1."""
-  return spec.branch * sum((1, *spec.width)[: level - 1])
+  """Number of a level's first candidate, from 1; level from 1."""
+  return 1 + spec.branch * sum((1, *spec.width)[: level - 1])
 
 
 def build(spec: TreeSpec, root: Array, levels: list[Level]) -> Tree:
@@ -264,7 +266,7 @@ def build(spec: TreeSpec, root: Array, levels: list[Level]) -> Tree:
   node_scores = pick(scores)
   # Node number of each kept candidate's parent: its place among the kept,
   # plus one for the root; no match (the root, or an invalid node's) gives 0.
-  same = pick(parents)[:, :, None] == kept[:, None, :]  # [B, M-1, M-1]
+  same = pick(parents)[:, :, None] == 1 + kept[:, None, :]  # [B, M-1, M-1]
   parent = jnp.where(same.any(-1), 1 + jnp.argmax(same, axis=-1), 0)
   parent = lead(zero, parent.astype(jnp.int32))
   return Tree(

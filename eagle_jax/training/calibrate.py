@@ -18,6 +18,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from eagle_jax import loading
+from eagle_jax.checkpoints import hf_target
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
@@ -83,6 +84,8 @@ def curve(
     )
     total += np.asarray(found)
     count += int(rows)
+  if not count:
+    raise InputError("no row of the data has two answer tokens in a row")
   return {
     str(s): (total[i] / count).round(4).tolist()
     for i, s in enumerate(STRENGTHS)
@@ -110,12 +113,22 @@ def _run(f) -> None:
     raise InputError("--drafter and --data are needed: a folder, and chats")
   if f.temperature <= 0 or f.rows < 1:
     raise InputError("temperature must be above 0 and rows at least 1")
+  if f.width not in WIDTHS:
+    raise InputError(f"width {f.width} must be one of {WIDTHS}")
+  folder = pathlib.Path(f.drafter)
+  if "eagle_jax" not in hf_target.read_config(folder):
+    raise InputError(
+      f"{folder}/config.json was not written by this project: export the"
+      " drafter with it first"
+    )
   target = loading.load_target(f.target, loading.default_dtype(), say)
   drafter = loading.load_drafter(f.drafter, target, say)
-  packed = data.load([pathlib.Path(f.data)], target.tokenizer, 512, 0)
+  packed = data.load([pathlib.Path(f.data)], target.tokenizer, f.row_length, 0)
+  # Packing sorts by length: take rows of all lengths.
+  rows = np.random.default_rng(0).permutation(len(packed))[: f.rows]
   packed = data.Packed(
     *(
-      getattr(packed, n)[: f.rows]
+      getattr(packed, n)[rows]
       for n in ("tokens", "mask", "documents", "positions")
     )
   )
@@ -125,7 +138,7 @@ def _run(f) -> None:
     print(f"{strength:>8}" + "".join(f"  {h:<9.3f}" for h in hits))
   chosen = best(measured, f.width)
   write(
-    pathlib.Path(f.drafter),
+    folder,
     chosen,
     {"temperature": f.temperature, "hits_of": list(WIDTHS), "hits": measured},
   )
@@ -148,7 +161,8 @@ if __name__ == "__main__":
   flags.DEFINE_string("drafter", None, "Drafter folder; its config is written.")
   flags.DEFINE_string("data", None, "Held-out chats, JSONL.")
   flags.DEFINE_float("temperature", 1.0, "At which to calibrate.")
-  flags.DEFINE_integer("rows", 16, "Rows of 512 tokens to use.")
+  flags.DEFINE_integer("rows", 16, "Packed rows to use.")
+  flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
   flags.DEFINE_integer("seed", 0, "Of the noise.")
   app.run(main)

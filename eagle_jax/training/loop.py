@@ -48,7 +48,8 @@ class TrainConfig:
   step_decay: float
   feature_weight: float
   vocabulary_weight: float
-  feature_noise: float  # U(-x, x) * 512 / T on the input feature; 0 = off
+  # U(-x, x) * 512 / document length on the input feature; 0 = off
+  feature_noise: float
   # optimizer
   learning_rate: float
   warmup_steps: int
@@ -105,10 +106,11 @@ def make_train_step(
   def train_step(state, frozen, target_head, vocabulary, batch):
     if c.feature_noise:
       key = jax.random.fold_in(jax.random.key(c.seed), state.step)
-      width = c.feature_noise * 512 / c.row_length
       noise = jax.random.uniform(
-        key, batch.features.shape, minval=-width, maxval=width
+        key, batch.features.shape, minval=-1.0, maxval=1.0
       )
+      width = c.feature_noise * 512 / losses.document_lengths(batch)
+      noise = (noise * width[..., None]).astype(batch.features.dtype)
       batch = batch.replace(features=batch.features + noise)
 
     def loss_of(params):
@@ -173,6 +175,23 @@ def _check(c: TrainConfig) -> None:
     )
 
 
+def _same_run(c: TrainConfig, file: pathlib.Path) -> None:
+  """Write the run's config, or refuse to go on with another one."""
+  mine = json.loads(json.dumps(dataclasses.asdict(c)))
+  if file.exists():
+    theirs = json.loads(file.read_text())
+    other = [n for n in mine if n != "out" and mine[n] != theirs.get(n)]
+    if other:
+      changes = ", ".join(f"{n} {theirs.get(n)} -> {mine[n]}" for n in other)
+      raise InputError(
+        f"{file.parent} holds a run with another config ({changes}): give"
+        " another --config.out, or that config"
+      )
+    return
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(json.dumps(mine, indent=1) + "\n")
+
+
 def train(c: TrainConfig, say=print) -> pathlib.Path:
   """Train, or resume what `c.out` holds. Returns the best drafter's folder.
 
@@ -182,6 +201,11 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   _check(c)
   out = pathlib.Path(c.out).absolute()
   loaded = loading.load_target(c.target, c.dtype, say)
+  if not getattr(loaded.tokenizer, "chat_template", None):
+    raise InputError(
+      f"target {c.target!r} has no tokenizer with a chat template: training on"
+      " chats needs one"
+    )
   target_config, target_params = loaded.config, loaded.params
   tokenizer, name = loaded.tokenizer, loaded.name
   T = c.row_length
@@ -200,12 +224,19 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     f" {np.isin(used, vocabulary).mean():.2%} of them"
   )
 
-  taps = c.taps or drafters.official_taps(target_config.num_layers)
+  tapped = c.kind == "eagle3" or c.features == "cached"
+  taps = tuple(c.taps)
+  if tapped and not taps:
+    taps = drafters.official_taps(target_config.num_layers)
+  if max(taps, default=0) > target_config.num_layers:
+    raise InputError(
+      f"taps {taps} reach past the target's {target_config.num_layers} layers"
+    )
   config = DrafterConfig(
     kind=c.kind,
     vocab_size=V,
     draft_vocab_size=W,
-    taps=tuple(taps) if c.kind == "eagle3" else (),
+    taps=taps if c.kind == "eagle3" else (),
     hidden_size=target_config.hidden_size,
     mlp_size=target_config.mlp_size,
     num_heads=target_config.num_heads,
@@ -214,6 +245,8 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     norm_eps=target_config.norm_eps,
     rope_theta=target_config.rope_theta,
     max_positions=target_config.max_positions,
+    # the official layout has biases, but no q/k norm and no rope scaling
+    qkv_bias=target_config.qkv_bias,
     dtype=c.dtype,
   )
   params = start.with_target(
@@ -243,12 +276,10 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
       f"warmup_steps {c.warmup_steps} must be below the run's {total} steps"
     )
   optimizer = make_optimizer(c, total)
-  # params are copied: the state is donated, the target's arrays are not ours
-  state = TrainState(
-    jnp.zeros((), jnp.int32),
-    jax.tree.map(jnp.copy, params),
-    optimizer.init(params),
-  )
+  # Copies, since the state is donated and the target's arrays are not ours;
+  # float32, since the optimizer's steps are too small for bfloat16.
+  params = jax.tree.map(lambda a: jnp.array(a, jnp.float32), params)
+  state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
   train_step = jax.jit(make_train_step(c, drafter, optimizer), donate_argnums=0)
   weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
   eval_step = jax.jit(
@@ -259,9 +290,9 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
 
   if c.features == "cached":
     folder = out.parent / "features"
-    tapped = Target(target_config, tuple(taps))
+    reader = Target(target_config, taps)
     get_train, get_held = (
-      features.Cache(folder, tapped, target_params, p, name, c.kind, say)
+      features.Cache(folder, reader, target_params, p, name, c.kind, say)
       for p in (packed, held)
     )
   else:
@@ -283,14 +314,11 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     return losses.Batch(
       *(getattr(packed, f)[rows] for f in ("tokens", "mask")),
       *(getattr(packed, f)[rows] for f in ("documents", "positions")),
-      fused,
-      final,
+      jnp.asarray(fused, c.dtype),
+      jnp.asarray(final, c.dtype),
     )
 
-  out.mkdir(parents=True, exist_ok=True)
-  (out / "config.json").write_text(
-    json.dumps(dataclasses.asdict(c), indent=1) + "\n"
-  )
+  _same_run(c, out / "config.json")
   manager = ocp.CheckpointManager(
     out / "checkpoints",
     options=ocp.CheckpointManagerOptions(max_to_keep=2),
@@ -305,15 +333,11 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     )
     state, facts = restored["state"], restored["facts"]
     best_tau = facts["best_tau"]
-    if facts["total"] != total:
-      raise InputError(
-        f"{out} holds a run of {facts['total']} steps, this config has {total}:"
-        " give another --config.out, or the config of that run"
-      )
     say(f"resumed at step {int(state.step)} of {total}")
 
   def evaluate() -> dict:
-    rows = np.arange(min(c.eval_rows, len(held)))
+    # Packing sorts by length: take rows of all lengths.
+    rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
     reports = [
       eval_step(
         state.params,
@@ -322,7 +346,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
         vocabulary,
         batch_of(held, get_held, rows[i : i + 1]),
       )
-      for i in rows
+      for i in range(len(rows))
     ]
     summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *reports)
     return losses.acceptance(summed) | {
@@ -403,7 +427,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
           step + 1,
           args=ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            facts=ocp.args.JsonSave({"total": total, "best_tau": best_tau}),
+            facts=ocp.args.JsonSave({"best_tau": best_tau}),
           ),
         )
   finally:  # also when interrupted: the save under way is completed

@@ -50,13 +50,26 @@ def shift(x: Array, by: int) -> Array:
 
 
 def counted(batch: Batch, step: int) -> Array:
-  """bool[B, T]: rows whose step counts: t .. t+2+step in one document and
-  the mask 1 on t+1 .. t+2+step."""
+  """bool[B, T]: rows whose step counts.
+
+  t .. t+2+step lie in one document and the mask is 1 on t+1 .. t+2+step:
+
+    document  1 1 1 1 1 2 2 2
+    mask      0 0 1 1 1 0 1 1
+    step 0    . 1 1 . . 1 . .
+    step 1    . 1 . . . . . .
+  """
   ok = batch.documents > 0
   for ahead in range(1, 3 + step):
     ok &= shift(batch.documents, ahead) == batch.documents
     ok &= shift(batch.mask, ahead)
   return ok
+
+
+def document_lengths(batch: Batch) -> Array:
+  """float32[B, T]: tokens of the document that each row belongs to."""
+  d = batch.documents
+  return jnp.sum(d[:, :, None] == d[:, None, :], -1).astype(jnp.float32)
 
 
 def smooth_l1(a: Array, b: Array) -> Array:
@@ -163,7 +176,8 @@ def losses(
 def acceptance(report: dict[str, Array]) -> dict[str, list[float] | float]:
   """Held-out figures from summed reports.
 
-  alpha[i]: drafts of step i that hit, given that all earlier steps did.
+  alpha[i]: drafts of step i that hit, given that all earlier steps did (each
+    step's chain is a share of its own rows, which end a little earlier).
   tau: tokens a pass of a chain of `steps` drafts, 1 + sum of the chains.
   """
   chains = [

@@ -71,6 +71,12 @@ def from_last_layer(
         else:
           leaf = jnp.concatenate([flat[path][:D] * 0.1, leaf])
       flat[path] = leaf
+  unknown = flat.keys() - tensors.flatten(params).keys()
+  if unknown:
+    raise InputError(
+      f"init 'last_layer' finds no place in the drafter for"
+      f" {', '.join(sorted(unknown))}: use init 'random'"
+    )
   fc = flat["fc/kernel"] * 0.1
   flat["fc/kernel"] = fc.at[-D:].add(jnp.eye(D, dtype=fc.dtype))
   if config.kind == "eagle3":
