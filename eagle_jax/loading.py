@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.checkpoints import drafters, gguf_target, hf_target
+from eagle_jax.checkpoints import drafters, gguf_target, hf_target, tensors
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import TargetConfig
 from eagle_jax.errors import InputError
@@ -30,6 +30,13 @@ class LoadedTarget:
   params: dict
   tokenizer: object
   ends: tuple[int, ...]
+
+  def fingerprint(self) -> str:
+    """Tells weights apart that share a name: for what is kept on disk."""
+    digest = hashlib.sha256(repr((self.config, self.ends)).encode())
+    for path, leaf in sorted(tensors.flatten(self.params).items()):
+      digest.update(path.encode() + np.asarray(leaf[:1]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _folder(name: str, what: str) -> pathlib.Path:

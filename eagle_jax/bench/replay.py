@@ -225,7 +225,8 @@ def plain_answers(
     for q in questions
   ]
   key = json.dumps(
-    [target.name, [[*r.prompt_ids] for r in requests], max_new_tokens, seed]
+    [target.fingerprint(), max_new_tokens, seed]
+    + [[*r.prompt_ids] for r in requests]
     + [v for k, v in vars(sampling).items() if k != "draft_noise"]
     + [q.number for q in questions]
   )

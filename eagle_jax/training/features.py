@@ -38,7 +38,7 @@ class Cache:
     target: Target,
     params: dict,
     packed: Packed,
-    name: str,
+    fingerprint: str,
     kind: str,
     say,
   ):
@@ -46,7 +46,7 @@ class Cache:
     rows, T = packed.tokens.shape
     width = D * (taps + 1)
     key = hashlib.sha256(
-      json.dumps([name, target.taps, T]).encode()
+      json.dumps([fingerprint, target.taps, T]).encode()
       + packed.tokens.tobytes()
       + packed.documents.tobytes()
     ).hexdigest()[:16]

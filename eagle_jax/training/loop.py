@@ -182,7 +182,7 @@ def _same_run(c: TrainConfig, file: pathlib.Path) -> None:
     theirs = json.loads(file.read_text())
     other = [n for n in mine if n != "out" and mine[n] != theirs.get(n)]
     if other:
-      changes = ", ".join(f"{n} {theirs.get(n)} -> {mine[n]}" for n in other)
+      changes = ", ".join(f"{n} {theirs.get(n)} to {mine[n]}" for n in other)
       raise InputError(
         f"{file.parent} holds a run with another config ({changes}): give"
         " another --config.out, or that config"
@@ -292,7 +292,9 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     folder = out.parent / "features"
     reader = Target(target_config, taps)
     get_train, get_held = (
-      features.Cache(folder, reader, target_params, p, name, c.kind, say)
+      features.Cache(
+        folder, reader, target_params, p, loaded.fingerprint(), c.kind, say
+      )
       for p in (packed, held)
     )
   else:
