@@ -1,6 +1,7 @@
 """Names and paths -> models: the one place that knows the defaults."""
 
 import dataclasses
+import hashlib
 import pathlib
 
 import jax
