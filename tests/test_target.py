@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import record_targets
 import tiny
 
 from eagle_jax.checkpoints import hf_target
@@ -315,3 +316,23 @@ def test_half_precision_stays_close_and_scores_in_float32():
   assert got.dtype == jnp.float32
   error = relative(got, wanted)
   assert 1e-6 < error < 0.05  # not float32 in disguise, and not noise
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_logits(name):
+  """Parity without torch: what transformers gave for tiny targets on disk."""
+  folder = record_targets.GOLDENS / record_targets.slug(name)
+  config, params = hf_target.load(folder, "float32")
+  ids = jnp.asarray(record_targets.IDS)
+  network = Target(config)
+  out, _ = network.apply(
+    {"params": params},
+    ids,
+    jnp.arange(ids.shape[1])[None],
+    masks.Attend(own=masks.Causal()),
+    None,
+  )
+  logits = network.apply({"params": params}, out.feature, method="logits")
+  want = np.load(folder / "expected.npy")
+  assert np.abs(want).max() > 0.1
+  np.testing.assert_allclose(logits, want, atol=1e-4)
