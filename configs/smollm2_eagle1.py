@@ -4,8 +4,8 @@ Final feature only, the target's own head, no norms of its own; data, steps
 and losses as in smollm2_eagle3.py, so that only the kind differs.
 
   python train.py --config configs/smollm2_eagle1.py \\
-      --config.data="('train-000.jsonl',)" \\
-      --config.heldout="('heldout.jsonl',)"
+      --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
+      --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle1
 """
 
 from configs import smollm2_eagle3

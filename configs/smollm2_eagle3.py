@@ -1,10 +1,11 @@
 """The default drafter: EAGLE-3 kind for SmolLM2-135M-Instruct.
 
   python train.py --config configs/smollm2_eagle3.py \\
-      --config.data="('train-000.jsonl','train-001.jsonl')" \\
+      --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
       --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle3
 
-Hardware: 2 CPU cores. Data: chats answered by the target itself.
+Hardware: 2 CPU cores. Data: 1,100 chats (682 rows of 512 tokens, 243k supervised) that
+the target answered itself. @@TRAINED@@
 """
 
 from eagle_jax.training.loop import TrainConfig
@@ -23,7 +24,7 @@ def get_config() -> TrainConfig:
     train_head=False,
     row_length=512,
     batch_size=1,
-    epochs=4,
+    epochs=2,
     max_chats=0,
     features="cached",
     unroll_steps=3,
@@ -38,7 +39,7 @@ def get_config() -> TrainConfig:
     weight_decay=0.01,
     clip_norm=1.0,
     eval_every=250,
-    eval_rows=30,
+    eval_rows=16,
     save_every=100,
     seed=0,
     dtype="float32",

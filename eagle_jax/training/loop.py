@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import sys
 import time
 
 import jax
@@ -384,7 +385,10 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     log.write(json.dumps(row) + "\n")
 
   bar = tqdm.tqdm(
-    total=total, initial=int(state.step), unit="step", mininterval=1.0
+    total=total,
+    initial=int(state.step),
+    unit="step",
+    mininterval=1.0 if sys.stderr.isatty() else 60.0,  # a log keeps every line
   )
   began, pending, seen = time.perf_counter(), None, 0
   try:
