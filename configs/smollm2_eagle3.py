@@ -4,8 +4,8 @@
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
       --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle3
 
-Hardware: 2 CPU cores. Data: 1,100 chats (682 rows of 512 tokens, 243k supervised) that
-the target answered itself. @@TRAINED@@
+Hardware: 2 CPU cores. Data: 1,100 chats that the target answered itself (682
+rows of 512 tokens, 243k of them supervised). @@TRAINED@@
 """
 
 from eagle_jax.training.loop import TrainConfig
