@@ -5,7 +5,9 @@
       --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle3
 
 Hardware: 2 CPU cores. Data: 1,100 chats that the target answered itself (682
-rows of 512 tokens, 243k of them supervised). @@TRAINED@@
+rows of 512 tokens, 243k of them supervised). Expect an hour on an idle
+machine, and held out 1.71 tokens a pass of a chain of three (alpha .444 .412
+.455 along it).
 """
 
 from eagle_jax.training.loop import TrainConfig

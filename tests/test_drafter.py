@@ -10,7 +10,7 @@ import tiny
 
 from eagle_jax.checkpoints import drafters, hf_target
 from eagle_jax.models import kv_cache, masks
-from eagle_jax.models.drafter import Drafter, one_layer
+from eagle_jax.models.drafter import Drafter
 
 EAGLE = ("eagle2_llama", "eagle2_qwen2")
 EAGLE3 = ("eagle3_llama", "eagle3_qwen3")
@@ -118,7 +118,7 @@ def test_golden_drafter_in_pieces(golden, case):
     out, rows = forward(
       loaded, ids[:, start:stop], fused[:, start:stop], start, cache[0]
     )
-    cache = kv_cache.commit(cache, one_layer(rows), jnp.array([start]))
+    cache = kv_cache.commit(cache, (rows,), jnp.array([start]))
     got.append(out)
     start = stop
   out = jnp.concatenate(got, 1)
