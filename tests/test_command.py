@@ -245,20 +245,20 @@ def test_system_raw_and_templates(models):
   )
   ids = folders.ids_of
   end = [folders.END, folders.ASSISTANT]
-  session = make(system="be kind")
+  made = make(system="be kind")
   system = [folders.SYSTEM, *ids("be kind"), folders.END]
   user = [folders.USER, *ids("hi"), *end]
-  request, name = session.request("hi", 3, 1)
+  request, name = made.request("hi", 3, 1)
   assert (list(request.prompt_ids), name) == ([*system, *user], "hi")
   assert (request.number, request.sample) == (3, 1)
   messages = [{"role": "user", "content": "hi"}]
-  assert session.request(messages, 0, 0)[0].prompt_ids == [*system, *user]
+  assert made.request(messages, 0, 0)[0].prompt_ids == [*system, *user]
   with pytest.raises(InputError, match="have a system turn"):
-    session.request([{"role": "system", "content": "x"}, *messages], 0, 0)
-  session = make(raw=True)
-  assert session.request("hi", 0, 0)[0].prompt_ids == ids("hi")
+    made.request([{"role": "system", "content": "x"}, *messages], 0, 0)
+  made = make(raw=True)
+  assert made.request("hi", 0, 0)[0].prompt_ids == ids("hi")
   with pytest.raises(InputError, match="--raw takes plain prompts"):
-    session.request(messages, 0, 0)
+    made.request(messages, 0, 0)
 
 
 def test_config_file(run, tmp_path):

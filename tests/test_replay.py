@@ -14,10 +14,9 @@ from eagle_jax.speculation.requests import Request
 SPECS = {"dynamic": engines.DYNAMIC, "chain": tree.chain(2)}
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_accept_lengths_are_those_of_decoding(kind):
+def test_accept_lengths_are_those_of_decoding():
   target = engines.target()
-  drafter = tiny.drafter(target, kind)
+  drafter = tiny.drafter(target)
   requests = [
     Request(engines.prompt(i, 5 + 3 * i), 30, s, seed=4, number=i)
     for i, s in enumerate(
