@@ -59,7 +59,7 @@ def tree_spec(
   try:
     if kind == "dynamic":
       return tree.dynamic(
-        pick(nodes, 8, 60), pick(levels, 4, 6), pick(branch, 4, 10)
+        pick(nodes, 6, 60), pick(levels, 3, 6), pick(branch, 3, 10)
       )
     if kind == "static":
       return tree.eagle1()

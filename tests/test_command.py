@@ -14,7 +14,7 @@ import folders
 import pytest
 
 from eagle_jax import chat as chatting
-from eagle_jax import command, generation, options, text
+from eagle_jax import command, generation, options, session, text
 from eagle_jax.errors import InputError
 from eagle_jax.options import DecodeOptions
 from eagle_jax.speculation.engine import Engine

@@ -63,7 +63,7 @@ def test_prompts_as_text_or_messages(generator):
 
 def test_tree_spec_defaults(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-  assert generation.tree_spec("dynamic") == tree.dynamic(8, 4, 4)
+  assert generation.tree_spec("dynamic") == tree.dynamic(6, 3, 3)
   assert generation.tree_spec("chain") == tree.chain(3)
   assert generation.tree_spec("uniform") == tree.uniform(8, 2)
   assert generation.tree_spec("static") == tree.eagle1()
