@@ -1,6 +1,5 @@
 """Folders in and out: exact round trips, and one line for every bad one."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -9,23 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 from eagle_jax import loading
 from eagle_jax.checkpoints import drafters, hf_target, tensors
-from eagle_jax.errors import InputError
 from eagle_jax.training import start
-
-
-@contextlib.contextmanager
-def refused(*words):
-  """InputError of one line that has all the words."""
-  with pytest.raises(InputError) as caught:
-    yield
-  message = str(caught.value)
-  assert "\n" not in message
-  for word in words:
-    assert str(word) in message
 
 
 def target_weights(target) -> dict[str, np.ndarray]:

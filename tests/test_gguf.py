@@ -1,6 +1,5 @@
 """The embedded target's way in: GGUF -> folder, whole or not at all."""
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -12,27 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from refusals import refused
 
 from eagle_jax import loading
 from eagle_jax.checkpoints import gguf_target, hf_target, tensors
-from eagle_jax.errors import InputError
 from eagle_jax.models import masks
 from eagle_jax.models.target import Target
 
 HEADS, KV_HEADS, HEAD, D, F = 4, 2, 16, 64, 96
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS += [*"abcdefghij0123456789", "Ġ", "ab", "Ġab"]
-
-
-@contextlib.contextmanager
-def refused(*words):
-  """InputError of one line that has all the words."""
-  with pytest.raises(InputError) as caught:
-    yield
-  message = str(caught.value)
-  assert "\n" not in message
-  for word in words:
-    assert str(word) in message
 
 
 def dequantised(block: np.ndarray, kind: Kind) -> np.ndarray:

@@ -18,9 +18,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from eagle_jax import generation, loading, text
+from eagle_jax import generation, loading, script, text
 from eagle_jax.bench import measure, suites
 from eagle_jax.bench.measure import Row
 from eagle_jax.checkpoints.drafters import LoadedDrafter
@@ -42,6 +42,23 @@ class Known:
 
   requests: list[Request]
   answers: list[list[int]]
+
+
+def _extended(
+  m: Models, state: DecodeState, features, next_tokens, last, length
+) -> DecodeState:
+  """The state after `decoding.extend`, with `length` tokens committed."""
+  cache, (feature, tokens, scores) = decoding.extend(
+    m, state, features, next_tokens, last, length
+  )
+  return state.replace(
+    length=length,
+    draft_cache=cache,
+    root_feature=feature,
+    child_tokens=tokens,
+    child_scores=scores,
+    finished=state.finished | (length + 1 >= state.limit),
+  )
 
 
 def _cycle(
@@ -84,7 +101,7 @@ def _cycle(
   )
   length = state.length + jnp.where(live, accepted.length + 1, 0)
   window = jax.vmap(lambda a, n: jax.lax.dynamic_slice_in_dim(a, n, L + 1))
-  cache, (feature, tokens, scores) = decoding.extend(
+  state = _extended(
     m,
     state,
     window(features, state.length),
@@ -92,35 +109,19 @@ def _cycle(
     accepted.length,
     length,
   )
-  state = state.replace(
-    length=length,
-    draft_cache=cache,
-    root_feature=feature,
-    child_tokens=tokens,
-    child_scores=scores,
-    finished=state.finished | (length + 1 >= state.limit),
-  )
   return state, accepted.length
 
 
 @functools.partial(jax.jit, static_argnames="prompt_width")
 def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
   """Drafter prefill, then all cycles; (accept_lengths, cycles) [B, width]."""
-  cache, (feature, tokens, scores) = decoding.extend(
+  state = _extended(
     m,
     state,
     features[:, :prompt_width],
     state.tokens[:, 1 : prompt_width + 1],
     prompt_lengths - 1,
     prompt_lengths,
-  )
-  state = state.replace(
-    length=prompt_lengths,
-    draft_cache=cache,
-    root_feature=feature,
-    child_tokens=tokens,
-    child_scores=scores,
-    finished=prompt_lengths + 1 >= state.limit,
   )
 
   def body(carry):
@@ -190,6 +191,7 @@ def replay(
         sampling=jax.tree.map(jnp.asarray, engine.sampling_of(requests)),
         seeds=jnp.asarray(engine.seeds_of(requests)),
         limit=jnp.asarray(ends),
+        finished=jnp.zeros(B, bool),
         cache=(),
       )
       accepts, cycles = jax.device_get(
@@ -312,17 +314,6 @@ def _run(f) -> None:
   )
 
 
-def main(argv):
-  logging.set_verbosity(logging.WARNING)
-  try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag")
-    _run(flags.FLAGS)
-  except InputError as e:
-    print(f"replay: {e}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
   flags.DEFINE_multi_string("suite", [], "question.jsonl; default: shipped.")
   flags.DEFINE_list("trees", ["dynamic:60:6:10"], "kind:nodes:levels:branch.")
@@ -336,4 +327,4 @@ if __name__ == "__main__":
   flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
   flags.DEFINE_string("drafter", loading.DEFAULT_DRAFTER, "As in decode.py.")
   flags.DEFINE_string("out", "replay_out", "Folder of answers and figures.")
-  app.run(main)
+  script.run("replay", _run)

@@ -15,9 +15,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from eagle_jax import loading
+from eagle_jax import loading, script
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.errors import InputError
@@ -145,17 +145,6 @@ def _run(f) -> None:
   print(f"draft_noise {chosen} written to {f.drafter}/config.json")
 
 
-def main(argv):
-  logging.set_verbosity(logging.WARNING)
-  try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag")
-    _run(flags.FLAGS)
-  except InputError as e:
-    print(f"calibrate: {e}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
   flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
   flags.DEFINE_string("drafter", None, "Drafter folder; its config is written.")
@@ -165,4 +154,4 @@ if __name__ == "__main__":
   flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
   flags.DEFINE_integer("seed", 0, "Of the noise.")
-  app.run(main)
+  script.run("calibrate", _run)

@@ -181,9 +181,8 @@ def acceptance(report: dict[str, Array]) -> dict[str, list[float] | float]:
   tau: tokens a pass of a chain of `steps` drafts, 1 + sum of the chains.
   """
   chains = [
-    float(c / n) for c, n in zip(report["chain"], report["rows"], strict=False)
+    float(c / n) for c, n in zip(report["chain"], report["rows"], strict=True)
   ]
-  alpha = [
-    c / p if p else 0.0 for c, p in zip(chains, [1.0, *chains], strict=False)
-  ]
+  before = [1.0, *chains[:-1]]
+  alpha = [c / p if p else 0.0 for c, p in zip(chains, before, strict=True)]
   return {"alpha": alpha, "tau": 1.0 + sum(chains)}
