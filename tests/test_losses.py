@@ -46,7 +46,7 @@ def test_training_steps_equal_sequential_decoding(kind):
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
-  outs = losses.unroll(module, drafter.params, batch, 3)
+  outs = losses.unroll(module, drafter.params, batch, 3, None)
   tokens = np.asarray(batch.tokens)
   c = drafter.config
   for t in (0, 4, 8):
@@ -97,6 +97,7 @@ def test_packed_equals_documents_alone(kind):
       head,
       3,
       weights,
+      None,
     )[1]
     total = jnp.sum(report["feature"] + 0.1 * report["vocabulary"])
     return total, report
@@ -155,6 +156,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
     head,
     1,
     losses.Weights(1.0, 0.1, 0.8),
+    None,
   )
   following = np.asarray(losses.shift(batch.tokens, 2))
   rows = np.asarray(losses.counted(batch, 0))

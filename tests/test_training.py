@@ -56,8 +56,10 @@ def setup(tmp_path, tokenizer, monkeypatch):
     batch_size=2,
     epochs=2,
     max_chats=0,
+    pack_window=1100,
     features="online",
     unroll_steps=2,
+    anchor_rows=48,
     step_decay=0.8,
     feature_weight=1.0,
     vocabulary_weight=0.1,
@@ -149,7 +151,8 @@ def test_log_and_config_explain_the_run(setup):
     ({"batch_size": 1000}, "batch_size 1000 is more than"),
     ({"warmup_steps": 10**6}, "warmup_steps 1000000 must be below"),
     ({"features": "disk"}, "features 'disk' is unknown"),
-    ({"init": "zeros"}, "init 'zeros' is unknown"),
+    ({"init": "zeros"}, "init is not last_layer or random, and drafter"),
+    ({"anchor_rows": 129}, "anchor_rows 129 must be 0 .all. to row_length"),
   ],
 )
 def test_refusals(setup, change, word):

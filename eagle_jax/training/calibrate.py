@@ -54,7 +54,7 @@ def curve(
       network, target_params, tokens, documents, positions
     )
     batch = losses.Batch(tokens, mask, documents, positions, fused, final)
-    out = losses.unroll(module, params, batch, 1)[0]
+    out = losses.unroll(module, params, batch, 1, None)[0]
     draft = module.apply({"params": params}, out, method="logits")[0]
     logits = network.apply(
       {"params": target_params}, losses.shift(final, 1)[0], method="logits"
@@ -123,7 +123,9 @@ def _run(f) -> None:
     )
   target = loading.load_target(f.target, loading.default_dtype(), say)
   drafter = loading.load_drafter(f.drafter, target, say)
-  packed = data.load([pathlib.Path(f.data)], target.tokenizer, f.row_length, 0)
+  packed = data.load(
+    [pathlib.Path(f.data)], target.tokenizer, f.row_length, 0, 10**6
+  )
   # Packing sorts by length: take rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(packed))[: f.rows]
   packed = data.Packed(

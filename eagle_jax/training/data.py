@@ -57,11 +57,15 @@ def pack(documents: list[Document], T: int) -> Packed:
   return packed
 
 
-def load(files: list[pathlib.Path], tokenizer, T: int, limit: int) -> Packed:
+def load(
+  files: list[pathlib.Path], tokenizer, T: int, limit: int, window: int
+) -> Packed:
   """Read, tokenise, check and pack chat files.
 
   Args:
     limit: keep at most that many chats (0 = all), the first ones.
+    window: chats packed together, so that appending chats to the data leaves
+      the rows of earlier windows as they were (and their kept features good).
   """
   documents = []
   for file in files:
@@ -70,7 +74,15 @@ def load(files: list[pathlib.Path], tokenizer, T: int, limit: int) -> Packed:
         break
       documents.append(chats.tokenize(tokenizer, chat))
   chats.check_masks(documents, tokenizer, ", ".join(map(str, files)))
-  return pack(documents, T)
+  parts = [
+    pack(documents[i : i + window], T) for i in range(0, len(documents), window)
+  ]
+  return Packed(
+    *(
+      np.concatenate([getattr(part, f.name) for part in parts])
+      for f in dataclasses.fields(Packed)
+    )
+  )
 
 
 def draft_vocabulary(packed: Packed, W: int, V: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 
 import jax
@@ -23,11 +24,12 @@ def target_features(target: Target, params: dict, tokens, documents, positions):
 
 
 class Cache:
-  """Features of every row, filled as rows are first asked for.
+  """Features of rows, a file each, made as rows are first asked for.
 
   For small setups: the target's pass costs more than the drafter's step, and
   every epoch after the first is free of it. float16 on disk; the taps are
-  kept for both kinds of drafter, so that they share one cache.
+  kept for both kinds of drafter. A file is named by what its row holds, so
+  that runs share them, whatever other data they read.
 
     row  [ tap0 | tap1 | tap2 | final ]   D each, T times
   """
@@ -42,45 +44,44 @@ class Cache:
     kind: str,
     say,
   ):
-    D, taps = target.config.hidden_size, len(target.taps)
     rows, T = packed.tokens.shape
-    width = D * (taps + 1)
-    key = hashlib.sha256(
-      json.dumps([fingerprint, target.taps, T]).encode()
-      + packed.tokens.tobytes()
-      + packed.documents.tobytes()
-    ).hexdigest()[:16]
-    file, mark = folder / f"{key}.f16", folder / f"{key}.done"
-    size = rows * T * width * 2
-    say(f"feature cache {file}: {size / 1e9:.2f} GB for {rows} rows")
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = lambda f, dtype, shape: np.memmap(
-      f, dtype, "r+" if f.exists() else "w+", shape=shape
-    )
-    self.data = kept(file, np.float16, (rows, T, width))
-    self.done = kept(mark, np.uint8, (rows,))
+    D = target.config.hidden_size
+    key = json.dumps([fingerprint, target.taps]).encode()
+    self.folder = folder / hashlib.sha256(key).hexdigest()[:16]
+    self.folder.mkdir(parents=True, exist_ok=True)
+    size = rows * T * D * (len(target.taps) + 1) * 2
+    say(f"features of {rows} rows in {self.folder}: {size / 1e9:.2f} GB in all")
     self.packed, self.params = packed, params
     self.run = jax.jit(lambda p, t, d, x: target_features(target, p, t, d, x))
     # what the drafter fuses: the taps, or the final feature
     self.fused = slice(0, -D) if kind == "eagle3" else slice(-D, None)
     self.final = slice(-D, None)
 
-  def __call__(self, rows: np.ndarray):
+  def file(self, r: int) -> pathlib.Path:
     p = self.packed
-    for r in rows[self.done[rows] == 0]:
-      row = slice(r, r + 1)
-      parts = self.run(
-        self.params, p.tokens[row], p.documents[row], p.positions[row]
-      )
-      made = np.asarray(jnp.concatenate(parts, -1).astype(jnp.float16))[0]
-      if not np.isfinite(made).all():
-        raise InputError(
-          f"features of row {r} do not fit float16: use features='online'"
-        )
-      self.data[r] = made
-      self.done[r] = 1
-    kept = self.data[rows]
-    return (
-      kept[..., self.fused].astype(np.float32),
-      kept[..., self.final].astype(np.float32),
+    held = p.tokens[r].tobytes() + p.documents[r].tobytes()
+    return self.folder / f"{hashlib.sha256(held).hexdigest()[:24]}.npy"
+
+  def _row(self, r: int) -> np.ndarray:
+    file = self.file(r)
+    if file.exists():
+      return np.load(file)
+    p, row = self.packed, slice(r, r + 1)
+    parts = self.run(
+      self.params, p.tokens[row], p.documents[row], p.positions[row]
     )
+    made = np.asarray(jnp.concatenate(parts, -1).astype(jnp.float16))[0]
+    if not np.isfinite(made).all():
+      raise InputError(
+        f"features of row {r} do not fit float16: use features='online'"
+      )
+    # a killed run leaves no half-written row under the final name
+    partly = file.with_suffix(f".{os.getpid()}")
+    with partly.open("wb") as f:
+      np.save(f, made)
+    partly.replace(file)
+    return made
+
+  def __call__(self, rows: np.ndarray):
+    kept = np.stack([self._row(int(r)) for r in rows]).astype(np.float32)
+    return kept[..., self.fused], kept[..., self.final]

@@ -36,16 +36,18 @@ class TrainConfig:
   kind: str
   taps: tuple[int, ...]  # empty with kind "eagle3": the official three
   draft_vocab_size: int
-  init: str  # "last_layer" | "random"
+  init: str  # "last_layer" | "random" | a drafter folder to go on from
   train_head: bool  # else the target's rows stay as they are
   # batches
   row_length: int  # T
   batch_size: int  # rows a step
   epochs: int
   max_chats: int  # 0 = all
+  pack_window: int  # chats packed together; later ones leave earlier rows be
   features: str  # "online" | "cached"
   # loss
   unroll_steps: int  # U
+  anchor_rows: int  # R scored rows of each T, by chance; 0 = all
   step_decay: float
   feature_weight: float
   vocabulary_weight: float
@@ -100,13 +102,17 @@ def make_train_step(
   """(state, frozen, target_head, vocabulary, batch) -> (state, report).
 
   Pure and unjitted: the caller jits it, with shardings on a mesh. Noise is
-  keyed by (seed, step), so a resumed run draws the same.
+  keyed by (seed, step), so a resumed run draws the same; so are the anchors.
   """
   weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
 
   def train_step(state, frozen, target_head, vocabulary, batch):
+    key = jax.random.fold_in(jax.random.key(c.seed), state.step)
+    anchors = None
+    if c.anchor_rows:
+      rows_key = jax.random.fold_in(key, 1)
+      anchors = losses.draw_anchors(batch, c.anchor_rows, rows_key)
     if c.feature_noise:
-      key = jax.random.fold_in(jax.random.key(c.seed), state.step)
       noise = jax.random.uniform(
         key, batch.features.shape, minval=-1.0, maxval=1.0
       )
@@ -123,6 +129,7 @@ def make_train_step(
         target_head,
         c.unroll_steps,
         weights,
+        anchors,
       )
 
     (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(
@@ -139,7 +146,6 @@ def make_train_step(
 def _check(c: TrainConfig) -> None:
   for name, allowed in {
     "kind": ("eagle", "eagle3"),
-    "init": ("last_layer", "random"),
     "features": ("online", "cached"),
     "dtype": ("float32", "bfloat16"),
   }.items():
@@ -163,11 +169,17 @@ def _check(c: TrainConfig) -> None:
     "eval_rows",
     "save_every",
     "draft_vocab_size",
+    "pack_window",
   ):
     if getattr(c, name) < 1:
       raise InputError(
         f"{name} {getattr(c, name)} must be at least 1: mend the config"
       )
+  if not 0 <= c.anchor_rows <= c.row_length:
+    raise InputError(
+      f"anchor_rows {c.anchor_rows} must be 0 (all) to row_length"
+      f" {c.row_length}"
+    )
   both = set(c.data) & set(c.heldout)
   if both:
     raise InputError(
@@ -211,12 +223,22 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   tokenizer, name = loaded.tokenizer, loaded.name
   T = c.row_length
   packed = data.load(
-    [pathlib.Path(f) for f in c.data], tokenizer, T, c.max_chats
+    [pathlib.Path(f) for f in c.data], tokenizer, T, c.max_chats, c.pack_window
   )
-  held = data.load([pathlib.Path(f) for f in c.heldout], tokenizer, T, 0)
+  held = data.load(
+    [pathlib.Path(f) for f in c.heldout], tokenizer, T, 0, c.pack_window
+  )
   V = target_config.vocab_size
   W = min(c.draft_vocab_size, V)
-  vocabulary = data.draft_vocabulary(packed, W, V)
+  earlier = None
+  if c.init in ("last_layer", "random"):
+    vocabulary = data.draft_vocabulary(packed, W, V)
+  else:
+    try:
+      earlier = loading.load_drafter(c.init, loaded, say)
+    except InputError as e:
+      raise InputError(f"init is not last_layer or random, and {e}") from None
+    vocabulary = earlier.vocabulary
   used = packed.tokens[packed.mask]
   say(
     f"{len(packed)} rows of {T} tokens, {used.size} supervised"
@@ -250,13 +272,16 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     qkv_bias=target_config.qkv_bias,
     dtype=c.dtype,
   )
-  params = start.with_target(
-    start.random(config, c.seed),
-    config,
-    target_config,
-    target_params,
-    vocabulary,
-  )
+  if earlier is not None:
+    params = start.from_drafter(earlier, config, c.init)
+  else:
+    params = start.with_target(
+      start.random(config, c.seed),
+      config,
+      target_config,
+      target_params,
+      vocabulary,
+    )
   if c.init == "last_layer":
     params = start.from_last_layer(params, config, target_config, target_params)
   params, frozen = split(params, c.train_head)
@@ -285,7 +310,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
   eval_step = jax.jit(
     lambda p, f, h, v, b: losses.losses(
-      drafter, p | f, b, v, h, c.unroll_steps, weights
+      drafter, p | f, b, v, h, c.unroll_steps, weights, None
     )[1]
   )
 

@@ -6,6 +6,14 @@ t+2+i. Who sees whom at step 2, row t = 1 (T = 3):
 
   step-0 keys   step-1 keys   step-2 keys
    1  1  .       .  1  .       .  1  .
+
+Step 0 runs on all T rows, since all are context. What follows it (later steps,
+head, losses) may run on R anchor rows alone: later steps of a row are seen by
+that row only, so leaving one out changes no other.
+
+  anchors 1, 3 of T = 4     step-0 keys   step-1 keys   step-2 keys
+  row 1                      1  1  .  .       1  .          1  .
+  row 3                      1  1  1  1       .  1          .  1
 """
 
 import jax
@@ -78,28 +86,63 @@ def smooth_l1(a: Array, b: Array) -> Array:
   return jnp.mean(jnp.where(d < 1, 0.5 * d * d, d - 0.5), axis=-1)
 
 
+def draw_anchors(batch: Batch, R: int, key: Array) -> Array:
+  """int32[B, R]: R rows of each sequence, counted ones first, by chance."""
+  chance = jax.random.uniform(key, batch.tokens.shape)
+  return jax.lax.top_k(chance + counted(batch, 0), R)[1]
+
+
+def at(x: Array, anchors: Array | None, ahead: int) -> Array:
+  """Rows anchor + ahead of x [B, T, ...] -> [B, R, ...].
+
+  Past the end: zeros where anchors is None (all rows), the last row otherwise;
+  `counted` leaves such rows out.
+  """
+  if anchors is None:
+    return shift(x, ahead)
+  rows = jnp.minimum(anchors + ahead, x.shape[1] - 1)
+  return jnp.take_along_axis(
+    x, rows.reshape(rows.shape + (1,) * (x.ndim - 2)), axis=1
+  )
+
+
 def unroll(
-  drafter: Drafter, params: dict, batch: Batch, steps: int
+  drafter: Drafter,
+  params: dict,
+  batch: Batch,
+  steps: int,
+  anchors: Array | None,
 ) -> list[Array]:
-  """The drafter's outputs [B, T, D] of each unrolled step."""
+  """The drafter's outputs [B, R, D] of each unrolled step.
+
+  Args:
+    anchors: int32[B, R] rows to go on with after step 0; None = all T.
+  """
   apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
-  causal = masks.Causal(batch.documents)
-  fed = apply(batch.features, method="fuse")
-  outs, rows = [], []
-  for i in range(steps):
-    attend = (
-      masks.Attend(own=causal)
-      if i == 0
-      else masks.Attend(own=masks.Itself(), earlier=causal)
-    )
+  fed, first = apply(
+    shift(batch.tokens, 1),
+    apply(batch.features, method="fuse"),
+    batch.positions,
+    masks.Attend(own=masks.Causal(batch.documents)),
+    None,
+    None,
+    (),
+  )
+  fed = at(fed, anchors, 0)
+  outs, rows = [fed], []
+  earlier = masks.Causal(batch.documents)
+  if anchors is not None:
+    visible = masks.block_mask(earlier, batch.positions, None)
+    earlier = masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
+  for i in range(1, steps):
     fed, made = apply(
-      shift(batch.tokens, 1 + i),
+      at(batch.tokens, anchors, 1 + i),
       fed,
-      batch.positions + i,
-      attend,
+      at(batch.positions, anchors, 0) + i,
+      masks.Attend(own=masks.Itself(), earlier=earlier),
       None,
-      rows[0] if rows else None,
-      tuple(rows[1:]),
+      first,
+      tuple(rows),
     )
     rows.append(made)
     outs.append(fed)
@@ -114,6 +157,7 @@ def losses(
   target_head: Array,
   steps: int,
   weights: Weights,
+  anchors: Array | None,
 ) -> tuple[Array, dict[str, Array]]:
   """The weighted loss and what to report.
 
@@ -123,6 +167,7 @@ def losses(
   Args:
     vocabulary: int32[W], target ids of the draft vocabulary.
     target_head: [D, W], the target's head cut to those ids.
+    anchors: int32[B, R], the rows that are scored; None = all.
 
   Returns:
     loss, and sums (not means) by step: "rows", "feature", "vocabulary_rows",
@@ -142,15 +187,17 @@ def losses(
   )
   loss, report = 0.0, []
   chain = True
-  for i, out in enumerate(unroll(drafter, params, batch, steps)):
-    rows = counted(batch, i).astype(jnp.float32)
-    following = shift(batch.tokens, 2 + i)
+  for i, out in enumerate(unroll(drafter, params, batch, steps, anchors)):
+    rows = at(counted(batch, i), anchors, 0).astype(jnp.float32)
+    following = at(batch.tokens, anchors, 2 + i)
     feature = jnp.sum(
-      rows * smooth_l1(apply(out, method="feature"), shift(batch.final, 1 + i))
+      rows
+      * smooth_l1(apply(out, method="feature"), at(batch.final, anchors, 1 + i))
     )
     logits = apply(out, method="logits")
     cross = -jnp.sum(
-      jax.nn.softmax(shift(scores, 1 + i)) * jax.nn.log_softmax(logits), -1
+      jax.nn.softmax(at(scores, anchors, 1 + i)) * jax.nn.log_softmax(logits),
+      -1,
     )
     known = rows * inside[following]
     vocab = jnp.sum(known * cross)

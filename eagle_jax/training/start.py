@@ -1,15 +1,17 @@
-"""Where a drafter starts: the target's own last layer, or chance.
+"""Where a drafter starts: another drafter, the target's last layer, or chance.
 
 A drafter continues the target's residual stream one token further, which is
 close to what the target's last layer does; starting from a copy of it is
 worth several points of acceptance on little data.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from eagle_jax.checkpoints import tensors
-from eagle_jax.checkpoints.drafters import target_rows
+from eagle_jax.checkpoints.drafters import LoadedDrafter, target_rows
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
@@ -39,6 +41,24 @@ def with_target(
     "embed_tokens": target_params["embed_tokens"],
     "lm_head": target_rows(target, target_params, vocabulary),
   }
+
+
+def from_drafter(
+  earlier: LoadedDrafter, config: DrafterConfig, name: str
+) -> dict:
+  """The parameters of a trained drafter of the same shape."""
+  other = [
+    f"{f.name} {getattr(earlier.config, f.name)} there,"
+    f" {getattr(config, f.name)} here"
+    for f in dataclasses.fields(config)
+    if f.name not in ("dtype", "max_positions")
+    and getattr(earlier.config, f.name) != getattr(config, f.name)
+  ]
+  if other:
+    raise InputError(
+      f"init {name!r} is a drafter of another shape: {'; '.join(other)}"
+    )
+  return earlier.params
 
 
 def from_last_layer(
