@@ -157,10 +157,23 @@ def test_packing_keeps_every_document_whole():
 def test_draft_vocabulary_is_the_most_frequent_ascending():
   ids = np.array([5, 5, 5, 9, 9, 2, 7], np.int32)
   mask = np.array([1, 1, 1, 1, 1, 1, 0], bool)
-  packed = data.pack([chats.Document(ids, mask)], 7)
-  assert data.draft_vocabulary(packed, 2, 12).tolist() == [5, 9]
+  documents = [chats.Document(ids, mask)]
+  assert data.draft_vocabulary(documents, 2, 12).tolist() == [5, 9]
   # more than were seen: the lowest unseen ids fill up
-  assert data.draft_vocabulary(packed, 5, 12).tolist() == [0, 1, 2, 5, 9]
+  assert data.draft_vocabulary(documents, 5, 12).tolist() == [0, 1, 2, 5, 9]
+
+
+def test_appended_chats_leave_earlier_rows_as_they_were():
+  rng = np.random.default_rng(0)
+  docs = [
+    chats.Document(np.full(n, n, np.int32), np.ones(n, bool))
+    for n in rng.integers(3, 15, 12)
+  ]
+  few = data.pack_windows(docs[:8], 16, 4)
+  more = data.pack_windows(docs, 16, 4)
+  assert len(more) > len(few)
+  assert (more.tokens[: len(few)] == few.tokens).all()
+  assert (more.documents[: len(few)] == few.documents).all()
 
 
 def test_order_is_a_permutation_of_seed_and_epoch():

@@ -197,3 +197,47 @@ def test_golden_eagle1_losses(golden):
   wanted = jnp.asarray(a["train/batch/target"])
   value = jnp.sum(mask * losses.smooth_l1(out, wanted)) / (mask.sum() + 1e-5)
   np.testing.assert_allclose(value, facts["vloss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_anchor_rows_give_what_all_rows_give_there(kind):
+  """Leaving rows out after step 0 changes no output of the others."""
+  target = tiny.target()
+  drafter = tiny.drafter(target, kind)
+  batch = batch_of(target, drafter, data.pack(documents([17, 9, 12]), 40))
+  module = Drafter(drafter.config)
+  anchors = losses.draw_anchors(batch, 12, jax.random.key(0))
+  chosen = np.asarray(anchors[0])
+  assert len(set(chosen.tolist())) == 12
+  assert np.asarray(losses.counted(batch, 0))[0, chosen].all()
+  every = losses.unroll(module, drafter.params, batch, 3, None)
+  some = losses.unroll(module, drafter.params, batch, 3, anchors)
+  for i, (a, b) in enumerate(zip(every, some, strict=True)):
+    rows = np.asarray(losses.counted(batch, i))[0, chosen]
+    assert rows.any()
+    np.testing.assert_allclose(
+      a[0, chosen][rows], b[0][rows], atol=2e-5, rtol=1e-5
+    )
+
+
+def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
+  target = tiny.target()
+  drafter = tiny.drafter(target)
+  batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
+  head = drafter.params["lm_head"]["kernel"]
+  run = lambda anchors: losses.losses(
+    Drafter(drafter.config),
+    drafter.params,
+    batch,
+    jnp.asarray(drafter.vocabulary),
+    head,
+    3,
+    losses.Weights(1.0, 0.1, 0.8),
+    anchors,
+  )
+  plain, report = run(None)
+  shuffled = np.random.default_rng(0).permutation(30)[None]
+  again, other = run(jnp.asarray(shuffled))
+  np.testing.assert_allclose(again, plain, rtol=1e-5)
+  for name in report:
+    np.testing.assert_allclose(other[name], report[name], rtol=1e-5)

@@ -123,9 +123,8 @@ def _run(f) -> None:
     )
   target = loading.load_target(f.target, loading.default_dtype(), say)
   drafter = loading.load_drafter(f.drafter, target, say)
-  packed = data.load(
-    [pathlib.Path(f.data)], target.tokenizer, f.row_length, 0, 10**6
-  )
+  documents = data.read([pathlib.Path(f.data)], target.tokenizer)
+  packed = data.pack(documents, f.row_length)
   # Packing sorts by length: take rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(packed))[: f.rows]
   packed = data.Packed(

@@ -57,23 +57,20 @@ def pack(documents: list[Document], T: int) -> Packed:
   return packed
 
 
-def load(
-  files: list[pathlib.Path], tokenizer, T: int, limit: int, window: int
-) -> Packed:
-  """Read, tokenise, check and pack chat files.
-
-  Args:
-    limit: keep at most that many chats (0 = all), the first ones.
-    window: chats packed together, so that appending chats to the data leaves
-      the rows of earlier windows as they were (and their kept features good).
-  """
-  documents = []
-  for file in files:
-    for chat in chats.read_chats(file):
-      if limit and len(documents) == limit:
-        break
-      documents.append(chats.tokenize(tokenizer, chat))
+def read(files: list[pathlib.Path], tokenizer) -> list[Document]:
+  """Read, tokenise and check chat files."""
+  documents = [
+    chats.tokenize(tokenizer, chat)
+    for file in files
+    for chat in chats.read_chats(file)
+  ]
   chats.check_masks(documents, tokenizer, ", ".join(map(str, files)))
+  return documents
+
+
+def pack_windows(documents: list[Document], T: int, window: int) -> Packed:
+  """Pack `window` documents at a time, so that appending to the data leaves
+  the rows of earlier windows as they were (and their kept features good)."""
   parts = [
     pack(documents[i : i + window], T) for i in range(0, len(documents), window)
   ]
@@ -85,12 +82,13 @@ def load(
   )
 
 
-def draft_vocabulary(packed: Packed, W: int, V: int) -> np.ndarray:
+def draft_vocabulary(documents: list[Document], W: int, V: int) -> np.ndarray:
   """int32[W]: the most frequent supervised ids, ascending.
 
   When fewer than W ids were seen, the lowest unseen ids fill up.
   """
-  counts = np.bincount(packed.tokens[packed.mask], minlength=V)
+  ids = np.concatenate([d.ids[d.mask] for d in documents])
+  counts = np.bincount(ids, minlength=V)
   # stable: equally frequent ids in ascending order
   best = np.argsort(-counts, kind="stable")[:W]
   return np.sort(best).astype(np.int32)

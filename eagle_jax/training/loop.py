@@ -222,31 +222,13 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   target_config, target_params = loaded.config, loaded.params
   tokenizer, name = loaded.tokenizer, loaded.name
   T = c.row_length
-  packed = data.load(
-    [pathlib.Path(f) for f in c.data], tokenizer, T, c.max_chats, c.pack_window
-  )
-  held = data.load(
-    [pathlib.Path(f) for f in c.heldout], tokenizer, T, 0, c.pack_window
-  )
+  read = lambda files: data.read([pathlib.Path(f) for f in files], tokenizer)
+  documents = read(c.data)
+  packed = data.pack_windows(documents[: c.max_chats or None], T, c.pack_window)
+  held = data.pack_windows(read(c.heldout), T, c.pack_window)
   V = target_config.vocab_size
   W = min(c.draft_vocab_size, V)
-  earlier = None
-  if c.init in ("last_layer", "random"):
-    vocabulary = data.draft_vocabulary(packed, W, V)
-  else:
-    try:
-      earlier = loading.load_drafter(c.init, loaded, say)
-    except InputError as e:
-      raise InputError(f"init is not last_layer or random, and {e}") from None
-    vocabulary = earlier.vocabulary
-  used = packed.tokens[packed.mask]
-  say(
-    f"{len(packed)} rows of {T} tokens, {used.size} supervised"
-    f" ({used.size / packed.tokens.size:.0%}), padding"
-    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
-    f" {np.isin(used, vocabulary).mean():.2%} of them"
-  )
-
+  vocabulary = data.draft_vocabulary(documents, W, V)
   tapped = c.kind == "eagle3" or c.features == "cached"
   taps = tuple(c.taps)
   if tapped and not taps:
@@ -272,18 +254,16 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     qkv_bias=target_config.qkv_bias,
     dtype=c.dtype,
   )
-  if earlier is not None:
-    params = start.from_drafter(earlier, config, c.init)
-  else:
-    params = start.with_target(
-      start.random(config, c.seed),
-      config,
-      target_config,
-      target_params,
-      vocabulary,
-    )
-  if c.init == "last_layer":
-    params = start.from_last_layer(params, config, target_config, target_params)
+  params, vocabulary = start.parameters(
+    c.init, c.seed, config, loaded, vocabulary, say
+  )
+  used = packed.tokens[packed.mask]
+  say(
+    f"{len(packed)} rows of {T} tokens, {used.size} supervised"
+    f" ({used.size / packed.tokens.size:.0%}), padding"
+    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
+    f" {np.isin(used, vocabulary).mean():.2%} of them"
+  )
   params, frozen = split(params, c.train_head)
   target_head = drafters.target_rows(target_config, target_params, vocabulary)[
     "kernel"

@@ -9,11 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from eagle_jax import loading
 from eagle_jax.checkpoints import tensors
-from eagle_jax.checkpoints.drafters import LoadedDrafter, target_rows
+from eagle_jax.checkpoints.drafters import target_rows
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
+from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 
 
@@ -41,24 +44,6 @@ def with_target(
     "embed_tokens": target_params["embed_tokens"],
     "lm_head": target_rows(target, target_params, vocabulary),
   }
-
-
-def from_drafter(
-  earlier: LoadedDrafter, config: DrafterConfig, name: str
-) -> dict:
-  """The parameters of a trained drafter of the same shape."""
-  other = [
-    f"{f.name} {getattr(earlier.config, f.name)} there,"
-    f" {getattr(config, f.name)} here"
-    for f in dataclasses.fields(config)
-    if f.name not in ("dtype", "max_positions")
-    and getattr(earlier.config, f.name) != getattr(config, f.name)
-  ]
-  if other:
-    raise InputError(
-      f"init {name!r} is a drafter of another shape: {'; '.join(other)}"
-    )
-  return earlier.params
 
 
 def from_last_layer(
@@ -103,3 +88,68 @@ def from_last_layer(
     flat["hidden_norm/scale"] = last["input_layernorm"]["scale"]
     flat["norm/scale"] = target_params["norm"]["scale"]
   return jax.tree.map(lambda a: jnp.array(a), tensors.nest(flat))
+
+
+def from_drafter(
+  name: str,
+  config: DrafterConfig,
+  target: LoadedTarget,
+  vocabulary: np.ndarray,
+  say,
+) -> tuple[dict, np.ndarray]:
+  """A trained drafter's parameters, and its draft vocabulary.
+
+  One that scores with the target's own rows is cut anew for `vocabulary`; one
+  with a trained head keeps its ids.
+  """
+  try:
+    earlier = loading.load_drafter(name, target, say)
+  except InputError as e:
+    raise InputError(f"init is not last_layer or random, and {e}") from None
+  rows = target_rows(target.config, target.params, earlier.vocabulary)
+  own = not np.array_equal(earlier.params["lm_head"]["kernel"], rows["kernel"])
+  free = {"dtype", "max_positions", "draft_noise"}
+  free |= set() if own else {"draft_vocab_size"}
+  other = [
+    f"{f.name} {getattr(earlier.config, f.name)} there,"
+    f" {getattr(config, f.name)} here"
+    for f in dataclasses.fields(config)
+    if f.name not in free
+    and getattr(earlier.config, f.name) != getattr(config, f.name)
+  ]
+  if other:
+    raise InputError(
+      f"init {name!r} is a drafter of another shape: {'; '.join(other)}"
+    )
+  if own:
+    return earlier.params, earlier.vocabulary
+  return (
+    with_target(
+      earlier.params, config, target.config, target.params, vocabulary
+    ),
+    vocabulary,
+  )
+
+
+def parameters(
+  init: str,
+  seed: int,
+  config: DrafterConfig,
+  target: LoadedTarget,
+  vocabulary: np.ndarray,
+  say,
+) -> tuple[dict, np.ndarray]:
+  """Where a run starts, and the draft vocabulary it scores.
+
+  Args:
+    init: "last_layer", "random", or a drafter (folder, built-in or hub name).
+    vocabulary: int32[W], from the data; a drafter's own trained head keeps its.
+  """
+  if init not in ("last_layer", "random"):
+    return from_drafter(init, config, target, vocabulary, say)
+  params = with_target(
+    random(config, seed), config, target.config, target.params, vocabulary
+  )
+  if init == "last_layer":
+    params = from_last_layer(params, config, target.config, target.params)
+  return params, vocabulary
