@@ -1,4 +1,4 @@
-"""Runs in processes of their own: killed, and two as one."""
+"""Runs that are killed, moved to other devices, or made of two processes."""
 
 import shutil
 import signal
@@ -10,7 +10,7 @@ import tiny_run
 
 from eagle_jax.training import loop
 
-MESH = (2, 2, 2)
+ONE, EIGHT = (1, 1, 1), (2, 2, 2)
 
 
 def finished(process) -> str:
@@ -19,55 +19,67 @@ def finished(process) -> str:
   return out
 
 
+def on(devices: int) -> str:
+  return f"--xla_force_host_platform_device_count={devices} {tiny_run.FAST}"
+
+
+def trained(base, out: str) -> list[str]:
+  """Train in this process, on one device; what the run said."""
+  said = []
+  loop.train(tiny_run.config(base, out, mesh=ONE), said.append)
+  return said
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-  """Two runs on 8 devices side by side: one straight, one killed at step 13."""
+def base(tmp_path_factory, program_cache):
+  """A run that killed itself at step 13 of 20, in three copies."""
   base = tmp_path_factory.mktemp("runs")
   tiny_run.write(base)
-  straight = tiny_run.start(base, 8, {"out": "straight", "mesh": MESH})
-  killed = tiny_run.start(
-    base, 8, {"out": "killed", "mesh": MESH, "kill_at": 13}
-  )
-  finished(straight)
-  out, _ = killed.communicate(timeout=500)
-  assert killed.returncode == -signal.SIGKILL, out[-3000:]
-  shutil.copytree(base / "killed", base / "moved")
+  killed = {"out": "killed", "mesh": ONE, "kill_at": 13}
+  process = tiny_run.start(base, program_cache, "", killed)
+  out, _ = process.communicate(timeout=500)
+  assert process.returncode == -signal.SIGKILL, out[-3000:]
+  for copy in ("moved", "two"):
+    shutil.copytree(base / "killed", base / copy)
   return base
 
 
-def test_killed_and_resumed_is_bit_equal(base):
-  said = finished(tiny_run.start(base, 8, {"out": "killed", "mesh": MESH}))
+@pytest.fixture(scope="module")
+def straight(base):
+  """The losses of a run that nothing happened to."""
+  trained(base, "straight")
+  return tiny_run.losses(base / "straight")
+
+
+@pytest.fixture(scope="module")
+def moved(base, program_cache):
+  """The killed run, resumed on 8 devices of one process."""
+  changes = {"out": "moved", "mesh": EIGHT}
+  said = finished(tiny_run.start(base, program_cache, on(8), changes))
   assert "resumed at step" in said
-  want = tiny_run.losses(base / "straight")
-  assert len(want) == 20
-  assert tiny_run.losses(base / "killed") == want
+  return tiny_run.losses(base / "moved")
 
 
-def test_resumed_on_another_mesh(base):
-  """From 2 x 2 x 2 devices to one."""
-  said = []
-  c = tiny_run.config(base, "moved", mesh=(1, 1, 1))
-  loop.train(c, said.append)
+def test_killed_and_resumed_is_bit_equal(base, straight):
+  said = trained(base, "killed")
   assert any("resumed at step" in line for line in said)
-  np.testing.assert_allclose(
-    tiny_run.losses(base / "moved"),
-    tiny_run.losses(base / "straight"),
-    rtol=1e-4,
-  )
+  assert len(straight) == 20
+  assert tiny_run.losses(base / "killed") == straight
 
 
-def test_two_processes_are_one_with_their_devices(base):
+def test_resumed_on_another_mesh(moved, straight):
+  np.testing.assert_allclose(moved, straight, rtol=1e-4)
+
+
+def test_two_processes_are_one_with_their_devices(base, moved, program_cache):
   with socket.socket() as s:
     s.bind(("localhost", 0))
-    coordinator = f"localhost:{s.getsockname()[1]}"
-  changes = {"out": "two", "mesh": MESH}
+    cluster = (f"localhost:{s.getsockname()[1]}", "2")
+  changes = {"out": "two", "mesh": EIGHT}
   both = [
-    tiny_run.start(base, 4, changes, coordinator, "2", str(i)) for i in (0, 1)
+    tiny_run.start(base, program_cache, on(4), changes, *cluster, str(i))
+    for i in (0, 1)
   ]
   for process in both:
     finished(process)
-  np.testing.assert_allclose(
-    tiny_run.losses(base / "two"),
-    tiny_run.losses(base / "straight"),
-    rtol=1e-5,
-  )
+  np.testing.assert_allclose(tiny_run.losses(base / "two"), moved, rtol=1e-5)

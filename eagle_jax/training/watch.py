@@ -119,7 +119,7 @@ def explain(folder: pathlib.Path, c: TrainConfig, facts: dict) -> None:
   """
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "README.md").write_text(
-    README.format(target=c.target, folder=folder.name)
+    README.format(target=c.target, folder=c.out)
   )
   versions = {
     name: metadata.version(name)
