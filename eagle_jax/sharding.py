@@ -248,6 +248,21 @@ def batch(mesh: Mesh, preset: str) -> NamedSharding:
   return NamedSharding(mesh, P(PRESETS[preset]["batch"]))
 
 
+def decode_models(m: Models, mesh: Mesh) -> Models:
+  """NamedShardings of what a decode cycle reads (arrays or shapes)."""
+  of = lambda params, module: (
+    parameters(params, module.config, mesh, "decode", lambda line: None)
+    if module is not None
+    else None
+  )
+  return m.replace(
+    target_params=of(m.target_params, m.target),
+    drafter_params=of(m.drafter_params, m.drafter),
+    vocabulary=None if m.vocabulary is None else replicated(mesh),
+    ends=replicated(mesh),
+  )
+
+
 def decode_state(state: DecodeState, m: Models, mesh: Mesh) -> DecodeState:
   """NamedShardings of a decode state (arrays or shapes).
 

@@ -24,6 +24,26 @@ def documents(sizes, seed=0):
   return made
 
 
+def recipe(steps: int, chunk: int = 0, remat: bool = False) -> losses.Recipe:
+  return losses.Recipe(steps, 0.8, 1.0, 0.1, chunk, remat)
+
+
+def losses_of(drafter, params, batch, recipe, anchors=None):
+  """`losses.losses` with the drafter's own head as the target's."""
+  vocabulary = jnp.asarray(drafter.vocabulary)
+  known = losses.inside(vocabulary, drafter.config.vocab_size)
+  return losses.losses(
+    Drafter(drafter.config),
+    params,
+    batch,
+    vocabulary,
+    drafter.params["lm_head"]["kernel"],
+    recipe,
+    anchors,
+    losses.count(batch, known, recipe.steps, anchors),
+  )
+
+
 def batch_of(target, drafter, packed, rows=slice(None)):
   network = Target(target.config, drafter.config.taps)
   parts = [
@@ -46,7 +66,7 @@ def test_training_steps_equal_sequential_decoding(kind):
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
-  outs = losses.unroll(module, drafter.params, batch, 3, None)
+  outs = losses.unroll(module, drafter.params, batch, 3, None, False)
   tokens = np.asarray(batch.tokens)
   c = drafter.config
   for t in (0, 4, 8):
@@ -83,22 +103,10 @@ def test_packed_equals_documents_alone(kind):
   """Sums over a packed row are the sums over its documents; so are grads."""
   target = tiny.target()
   drafter = tiny.drafter(target, kind)
-  module = Drafter(drafter.config)
-  head = drafter.params["lm_head"]["kernel"]
   docs = documents([17, 9, 12])
-  weights = losses.Weights(1.0, 0.1, 0.8)
 
   def sums(params, batch):
-    report = losses.losses(
-      module,
-      params,
-      batch,
-      jnp.asarray(drafter.vocabulary),
-      head,
-      3,
-      weights,
-      None,
-    )[1]
+    report = losses_of(drafter, params, batch, recipe(3))[1]
     total = jnp.sum(report["feature"] + 0.1 * report["vocabulary"])
     return total, report
 
@@ -147,17 +155,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
   target = tiny.target()
   drafter = tiny.drafter(target, W=8)
   batch = batch_of(target, drafter, data.pack(documents([30]), 30))
-  head = drafter.params["lm_head"]["kernel"]
-  _, report = losses.losses(
-    Drafter(drafter.config),
-    drafter.params,
-    batch,
-    jnp.asarray(drafter.vocabulary),
-    head,
-    1,
-    losses.Weights(1.0, 0.1, 0.8),
-    None,
-  )
+  _, report = losses_of(drafter, drafter.params, batch, recipe(1))
   following = np.asarray(losses.shift(batch.tokens, 2))
   rows = np.asarray(losses.counted(batch, 0))
   known = rows & np.isin(following, drafter.vocabulary)
@@ -170,7 +168,9 @@ def test_acceptance_chain():
     "rows": np.array([10.0, 10.0, 8.0]),
     "chain": np.array([5.0, 2.0, 0.8]),
   }
-  figures = losses.acceptance(report)
+  zeros = np.zeros(3)
+  others = ("hits", "feature", "vocabulary", "vocabulary_rows")
+  figures = losses.figures(report | dict.fromkeys(others, zeros))
   np.testing.assert_allclose(figures["alpha"], [0.5, 0.4, 0.5])
   np.testing.assert_allclose(figures["tau"], 1 + 0.5 + 0.2 + 0.1)
 
@@ -210,8 +210,8 @@ def test_anchor_rows_give_what_all_rows_give_there(kind):
   chosen = np.asarray(anchors[0])
   assert len(set(chosen.tolist())) == 12
   assert np.asarray(losses.counted(batch, 0))[0, chosen].all()
-  every = losses.unroll(module, drafter.params, batch, 3, None)
-  some = losses.unroll(module, drafter.params, batch, 3, anchors)
+  every = losses.unroll(module, drafter.params, batch, 3, None, False)
+  some = losses.unroll(module, drafter.params, batch, 3, anchors, True)
   for i, (a, b) in enumerate(zip(every, some, strict=True)):
     rows = np.asarray(losses.counted(batch, i))[0, chosen]
     assert rows.any()
@@ -224,16 +224,8 @@ def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
   target = tiny.target()
   drafter = tiny.drafter(target)
   batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
-  head = drafter.params["lm_head"]["kernel"]
-  run = lambda anchors: losses.losses(
-    Drafter(drafter.config),
-    drafter.params,
-    batch,
-    jnp.asarray(drafter.vocabulary),
-    head,
-    3,
-    losses.Weights(1.0, 0.1, 0.8),
-    anchors,
+  run = lambda anchors: losses_of(
+    drafter, drafter.params, batch, recipe(3), anchors
   )
   plain, report = run(None)
   shuffled = np.random.default_rng(0).permutation(30)[None]

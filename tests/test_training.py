@@ -11,6 +11,7 @@ import pytest
 import test_data
 import tiny
 
+from configs import smollm2_eagle3
 from eagle_jax import loading
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import engine, tree
@@ -26,7 +27,7 @@ def setup(tmp_path, tokenizer, monkeypatch):
   target = dataclasses.replace(
     tiny.target(vocab_size=len(tokenizer)), tokenizer=tokenizer
   )
-  monkeypatch.setattr(loading, "load_target", lambda name, dtype, say: target)
+  monkeypatch.setattr(loading, "load_target", lambda *_: target)
   rng = np.random.default_rng(0)
   words = ["red", "blue", "one", "two", "yes", "no"]
   for name, count in (("train", 24), ("held", 6)):
@@ -42,39 +43,25 @@ def setup(tmp_path, tokenizer, monkeypatch):
         }
       )
     (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-  config = loop.TrainConfig(
+  config = dataclasses.replace(
+    smollm2_eagle3.get_config(),
     target="tiny",
     data=(str(tmp_path / "train.jsonl"),),
     heldout=(str(tmp_path / "held.jsonl"),),
     out=str(tmp_path / "run"),
-    kind="eagle3",
-    taps=(),
     draft_vocab_size=40,
-    init="last_layer",
-    train_head=False,
     row_length=128,
     batch_size=2,
-    epochs=2,
-    max_chats=0,
-    pack_window=1100,
     features="online",
     unroll_steps=2,
     anchor_rows=48,
-    step_decay=0.8,
-    feature_weight=1.0,
-    vocabulary_weight=0.1,
     feature_noise=0.1,
     learning_rate=1e-2,
     warmup_steps=2,
-    beta1=0.9,
-    beta2=0.95,
-    weight_decay=0.01,
-    clip_norm=1.0,
+    log_every=1,
     eval_every=4,
     eval_rows=2,
     save_every=4,
-    seed=0,
-    dtype="float32",
   )
   return target, config
 

@@ -224,7 +224,7 @@ def load(
     RULES[config.kind],
     stored,
     "d2t|t2d",
-    lambda a: put(np.ascontiguousarray(a.astype(dtype))),
+    lambda _, a: put(np.ascontiguousarray(a.astype(dtype))),
     where,
   )
   params.setdefault("embed_tokens", target_params["embed_tokens"])

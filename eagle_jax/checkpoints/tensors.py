@@ -1,15 +1,21 @@
 """Strict reading of safetensors files through a key table."""
 
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from eagle_jax.errors import InputError
+
+BLOCK = 64 * 2**20  # bytes read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,38 +58,125 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
   raise InputError(f"{folder}: no model.safetensors and no index file{hint}")
 
 
+@contextlib.contextmanager
+def _readable(file: pathlib.Path):
+  try:
+    yield
+  except (safetensors.SafetensorError, OSError) as e:
+    raise InputError(
+      f"{file}: not a readable safetensors file ({e}): it may be truncated,"
+      " copy it again"
+    ) from None
+
+
 def read_all(
   files: Iterable[pathlib.Path],
 ) -> Iterable[tuple[str, np.ndarray]]:
   """(name, array) of each tensor, one tensor in memory at a time."""
   for file in files:
-    try:
-      with safetensors.safe_open(file, framework="numpy") as f:
-        for name in f.keys():  # noqa: SIM118 (not a dict)
-          yield name, f.get_tensor(name)
-    except (safetensors.SafetensorError, OSError) as e:
-      raise InputError(
-        f"{file}: not a readable safetensors file ({e}): it may be truncated,"
-        " copy it again"
-      ) from None
+    with _readable(file), safetensors.safe_open(file, framework="numpy") as f:
+      for name in f.keys():  # noqa: SIM118 (not a dict)
+        yield name, f.get_tensor(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A tensor on disk, of which any part can be read.
+
+  part: the safetensors slice. transposed: seen with its two axes swapped.
+  """
+
+  file: pathlib.Path
+  part: object
+  transposed: bool = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    shape = tuple(self.part.get_shape())
+    return shape[::-1] if self.transposed else shape
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  @property
+  def T(self) -> "Stored":
+    return dataclasses.replace(self, transposed=not self.transposed)
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    """self[index] as a new array of another type.
+
+    Read in blocks of rows, so that next to the result only one block is ever
+    in memory.
+    """
+    within = [
+      range(*i.indices(n)) for i, n in zip(index, self.shape, strict=True)
+    ]
+    out = np.empty([len(r) for r in within], dtype)
+    into, rows = (
+      (out.T, within[::-1]) if self.transposed else (out, list(within))
+    )
+    step = max(1, BLOCK // max(1, 4 * math.prod(map(len, rows[1:]))))
+    rest = tuple(slice(r.start, r.stop) for r in rows[1:])
+    for at in range(0, len(rows[0]), step):
+      first = rows[0].start + at
+      last = min(first + step, rows[0].stop)
+      with _readable(self.file):
+        block = self.part[(slice(first, last), *rest)]
+      into[at : at + last - first] = block
+    return out
+
+
+def stored(files: Iterable[pathlib.Path]) -> Iterable[tuple[str, Stored]]:
+  """(name, tensor) of each tensor, unread."""
+  for file in files:
+    with _readable(file):
+      opened = safetensors.safe_open(file, framework="numpy")
+    with opened as f:
+      for name in f.keys():  # noqa: SIM118 (not a dict)
+        yield name, Stored(file, f.get_slice(name))
+
+
+def place(
+  tensor: Stored, dtype: str, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+  """The tensor on its devices; each shard is read from the file by itself.
+
+  Args:
+    sharding: None = whole, on the default device.
+  """
+  dtype = jnp.dtype(dtype)
+  whole = (slice(None),) * tensor.ndim
+  if sharding is None:
+    return jnp.asarray(tensor.read(whole, dtype))
+  parts: dict[str, np.ndarray] = {}  # devices that hold the same part
+
+  def part(index):
+    key = str(index)
+    if key not in parts:
+      parts[key] = tensor.read(index, dtype)
+    return parts[key]
+
+  return jax.make_array_from_callback(tensor.shape, sharding, part)
 
 
 def load(
-  tensors: Iterable[tuple[str, np.ndarray]],
+  tensors: Iterable[tuple[str, np.ndarray | Stored]],
   rules: list[Rule],
   shapes: dict[str, tuple[int, ...]],
   ignored: str,
-  put: Callable[[np.ndarray], object],
+  put: Callable[[str, np.ndarray | Stored], object],
   where: str,
 ) -> dict:
   """Named tensors -> nested parameters; all mismatches in one message.
 
   Args:
-    tensors: (name, array) pairs, read one after another.
+    tensors: (name, tensor) pairs, one after another.
     rules: the key table; each name must match exactly one rule.
     shapes: the wanted path ("a/b/kernel") -> shape.
     ignored: a pattern of names that carry no parameter.
-    put: called with each array in our layout (casts, moves to the device).
+    put: called with the path and the tensor in our layout (reads, casts,
+      moves to the device).
     where: file or folder, for messages.
   """
   flat, problems = {}, []
@@ -109,7 +202,7 @@ def load(
     elif path in flat:
       problems.append(f"{name} is there twice")
     else:
-      flat[path] = put(array)
+      flat[path] = put(path, array)
   problems += [f"missing {p}" for p in shapes if p not in flat]
   if problems:
     shown = "; ".join(problems[:8])
