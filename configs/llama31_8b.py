@@ -10,9 +10,13 @@ eagle3: the EAGLE3-LLaMA3.1-Instruct-8B head of 32,000 rows, M=60, L=8, branch
 authors' GPUs.
 """
 
+import dataclasses
+
+from configs import smollm2_eagle3
 from eagle_jax.bench.lowering import Draft, Shapes, drafter_config
 from eagle_jax.config import RopeScaling, TargetConfig
 from eagle_jax.speculation import tree
+from eagle_jax.training.config import TrainConfig
 
 ROPE = RopeScaling(
   "llama3",
@@ -21,6 +25,30 @@ ROPE = RopeScaling(
   low_freq_factor=1.0,
   high_freq_factor=4.0,
 )
+
+
+def train() -> TrainConfig:
+  """EAGLE-3's recipe, one row of 2,048 tokens for each of 16 chips."""
+  return dataclasses.replace(
+    smollm2_eagle3.get_config(),
+    draft_vocab_size=32000,
+    train_head=True,
+    row_length=2048,
+    batch_size=16,
+    features="online",
+    mesh=(1, 0, 1),
+    remat=True,
+    loss_chunk=256,
+    unroll_steps=7,
+    anchor_rows=0,
+    feature_weight=0.0,
+    vocabulary_weight=1.0,
+    learning_rate=5e-5,
+    schedule="linear",
+    weight_decay=0.0,
+    clip_norm=0.5,
+    dtype="bfloat16",
+  )
 
 
 def get_config() -> Shapes:
@@ -59,4 +87,5 @@ def get_config() -> Shapes:
     },
     batch=1,
     capacity=2048,
+    train=train(),
   )

@@ -36,4 +36,5 @@ def get_config() -> Shapes:
         "arXiv 2503.01840, MT-bench, T=0",
       )
     },
+    train=dataclasses.replace(small.train, batch_size=64),
   )

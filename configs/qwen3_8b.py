@@ -43,4 +43,5 @@ def get_config() -> Shapes:
     },
     batch=1,
     capacity=2048,
+    train=None,
   )

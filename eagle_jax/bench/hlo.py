@@ -253,7 +253,7 @@ class Reader:
     for i in inside.values():
       if i.opcode == "while":
         times = self._trip_count(i, inside)
-        for name in i.called:
+        for name in i.called if times else ():
           for stage, cost in self.cost(name).items():
             total[stage].add(cost, times)
       elif i.opcode == "conditional":

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
 import tempfile
 
 import jax
@@ -29,17 +28,10 @@ from eagle_jax.speculation import decoding, engine, tree
 from eagle_jax.speculation import state as states
 from eagle_jax.speculation.state import Models
 from eagle_jax.speculation.tree import TreeSpec
+from eagle_jax.training import step as train_step
+from eagle_jax.training.config import TrainConfig
+from eagle_jax.training.losses import Batch
 
-# libtpu asks the cloud who it is, JAX looks for a TPU, and two compilations at
-# a time meet at the lock that guards a real one: unless these are set before
-# JAX is first used.
-ENVIRONMENT = {
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  "JAX_PLATFORMS": "cpu",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-}
 SMALL = (2, 4)  # layers compiled; the rest is extrapolated
 CYCLE = "jit(run_chunk)/while"  # the loop over cycles, by its place in source
 WALK = "jit(run_chunk)/while/body/accept/while"
@@ -62,7 +54,8 @@ class Draft:
 class Shapes:
   """What to compile. batch: B. capacity: S, cache slots, all of them read.
 
-  drafts: by name. Weights are bfloat16 or what target.dtype says.
+  drafts: by name. train: the recipe of a train step, or None. Weights are in
+  target.dtype.
   """
 
   name: str
@@ -70,6 +63,7 @@ class Shapes:
   drafts: dict[str, Draft]
   batch: int
   capacity: int
+  train: TrainConfig | None
 
 
 def drafter_config(target: TargetConfig, kind: str, W: int) -> DrafterConfig:
@@ -119,22 +113,9 @@ def described(topology: str):
     InputError: libtpu does not know the topology.
   """
   chip_of(topology)
-  kind, _, grid = topology.partition(":")
-  if not re.fullmatch(r"\d+(x\d+){1,2}", grid):
-    raise InputError(
-      f"topology {topology!r} must be a chip and its grid, as v5e:2x4"
-    )
-  sizes = [int(n) for n in grid.split("x")]
-  # A slice is made of hosts; one smaller than a host must be named as such.
-  options = {}
-  if math.prod(sizes) == 1:
-    bounds = tuple(sizes + [1] * (3 - len(sizes)))
-    options = {"chips_per_host_bounds": bounds}
   try:
-    return topologies.get_topology_desc(
-      topology, platform="tpu", **options
-    ).devices
-  except jax.errors.JaxRuntimeError as e:
+    return topologies.get_topology_desc(topology, platform="tpu").devices
+  except (jax.errors.JaxRuntimeError, ValueError) as e:
     raise InputError(
       f"topology {topology!r} is not one that libtpu describes"
       f" ({str(e).splitlines()[0][:100]})"
@@ -174,24 +155,19 @@ def _as(params: dict, dtype: str) -> dict:
 
 def models(s: Shapes, draft: Draft | None, mesh: Mesh) -> Models:
   """`loading.models` with shapes for weights, placed for decoding."""
-  t, quiet = s.target, lambda line: None
-  whole = sharding.replicated(mesh)
-  place = lambda params, config: sharding.shapes(
-    params, sharding.parameters(params, config, mesh, "decode", quiet)
-  )
-  V = t.vocab_size
-  vector = lambda n, dtype: jax.ShapeDtypeStruct((n,), dtype, sharding=whole)
-  d = draft.config if draft else None
-  return Models(
+  t, d = s.target, draft.config if draft else None
+  vector = jax.ShapeDtypeStruct
+  m = Models(
     target=Target(t, d.taps if d else ()),
     drafter=Drafter(d) if d else None,
     spec=draft.spec if draft else tree.plain(),
-    lazy_head=False,  # what `loading.models` chooses on an accelerator
-    target_params=place(target_params(t), t),
-    drafter_params=place(drafter_params(d, t.dtype), d) if d else None,
-    vocabulary=vector(d.draft_vocab_size, jnp.int32) if d else None,
-    ends=vector(V, bool),
+    lazy_head=mesh.devices.flat[0].platform == "cpu",  # as `loading.models`
+    target_params=target_params(t),
+    drafter_params=drafter_params(d, t.dtype) if d else None,
+    vocabulary=vector((d.draft_vocab_size,), jnp.int32) if d else None,
+    ends=vector((t.vocab_size,), bool),
   )
+  return sharding.shapes(m, sharding.decode_models(m, mesh))
 
 
 def decode_arguments(s: Shapes, draft: Draft | None, mesh: Mesh):
@@ -265,7 +241,7 @@ def compile_program(lowered, options: dict) -> Program:
 
 
 def stage_of(op_name: str) -> str:
-  """grow, verify, accept, commit, extend; draft levels count as grow."""
+  """grow, verify, accept, commit, extend, or other."""
   inner = op_name.removeprefix(CYCLE + "/body/")
   first = inner.split("/")[0]
   known = ("grow", "verify", "accept", "commit", "extend")
@@ -275,14 +251,21 @@ def stage_of(op_name: str) -> str:
 def cycle_costs(text: str, steps: float) -> dict[str, hlo.Cost]:
   """Stage -> cost of one greedy cycle.
 
+  "chunk" is a cycle's share of what a chunk does once, around its loop.
+
   Args:
     text: of a compiled chunk.
     steps: tokens that the walk decides in a cycle, its trip count.
   """
-  reader = hlo.Reader(
-    hlo.parse(text), lambda op: steps if op == WALK else None, stage_of
-  )
-  return reader.cost(reader.loop_body(CYCLE))
+  module = hlo.parse(text)
+  trips = lambda op: steps if op == WALK else None
+  reader = hlo.Reader(module, trips, stage_of)
+  costs = reader.cost(reader.loop_body(CYCLE))
+  once = hlo.Reader(module, lambda op: 0 if op == CYCLE else None, str)
+  costs["chunk"] = hlo.Cost()
+  for cost in once.cost(module.entry).values():
+    costs["chunk"].add(cost, 1 / engine.CHUNK)
+  return costs
 
 
 def linear(small, large, layers: int, between=SMALL):
@@ -421,4 +404,88 @@ def analyse(
     "compiler_seconds": sum(c.cycles for c in stages.values()) / chip.clock,
     "bound_bytes": dataclasses.asdict(least),
     "bound_seconds": (least.verify + least.draft) / chip.bandwidth,
+  }
+
+
+def lower_train(s: Shapes, kind: str, mesh: Mesh):
+  """The train step of a drafter, lowered over a mesh.
+
+  Args:
+    kind: of s.drafts, the drafter to train.
+  """
+  c, config = s.train, s.drafts[kind].config
+  n = train_step.Networks(Target(s.target, config.taps), Drafter(config))
+  params = drafter_params(config, "float32")
+  trained, frozen_part = train_step.split(params, c.train_head)
+  optimizer = train_step.make_optimizer(c, c.warmup_steps + 1)
+  state = jax.eval_shape(
+    lambda p: train_step.initial_state(c, optimizer, p), trained
+  )
+  vector = jax.ShapeDtypeStruct
+  D, W = config.hidden_size, config.draft_vocab_size
+  frozen = train_step.Frozen(
+    target=target_params(s.target),
+    drafter=_as(frozen_part, s.target.dtype),
+    head=vector((D, W), s.target.dtype),
+    vocabulary=vector((W,), jnp.int32),
+  )
+  rows = lambda dtype: vector((c.batch_size, c.row_length), dtype)
+  batch = Batch(
+    tokens=rows(jnp.int32),
+    mask=rows(bool),
+    documents=rows(jnp.int32),
+    positions=rows(jnp.int32),
+    features=None,
+    final=None,
+  )
+  quiet = lambda line: None
+  places = (
+    train_step.state_shardings(state, optimizer, n, mesh, quiet),
+    train_step.frozen_shardings(frozen, n, mesh, quiet),
+  )
+  step = train_step.make_train_step(c, n, optimizer)
+  return train_step.jit_train_step(step, *places, mesh).lower(
+    state, frozen, batch
+  )
+
+
+def analyse_train(
+  s: Shapes, kind: str, mesh: Mesh, chip: Chip, full: bool
+) -> dict:
+  """The figures of a train step. Loops keep their own trip counts."""
+  n = s.target.num_layers
+  depths = (n,) if full else SMALL
+  programs, costs = [], []
+  for depth in depths:
+    fewer, draft = s, s.drafts[kind]
+    if depth != n:
+      fewer, draft = with_layers(s, draft, depth)
+    fewer = dataclasses.replace(fewer, drafts={kind: draft})
+    program = compile_program(lower_train(fewer, kind, mesh), {})
+    module = hlo.parse(program.text)
+    reader = hlo.Reader(module, lambda op: None, lambda op: "step")
+    programs.append(program)
+    costs.append(reader.cost(module.entry))
+  line = lambda values: values[0] if full else linear(*values, layers=n)
+  cost = (costs[0] if full else extrapolate(*costs, layers=n))["step"]
+  # Collectives run along the longer of the two axes at the worst.
+  ways = max(mesh.shape["fsdp"], mesh.shape["tensor"])
+  time = roofline.time_of(cost, chip, ways)
+  resident = line([p.resident for p in programs])
+  tokens = s.train.batch_size * s.train.row_length
+  return {
+    "what": "train",
+    "layers_compiled": list(depths),
+    "mesh": dict(mesh.shape),
+    "tokens_a_step": tokens,
+    "bytes_per_chip": {
+      "all": round(resident),
+      "arguments": round(line([p.arguments for p in programs])),
+      "temporaries": round(line([p.temporaries for p in programs])),
+    },
+    "fits": bool(resident <= chip.memory),
+    "host_transfers": hlo.host_transfers(programs[-1].text),
+    "step": dataclasses.asdict(cost),
+    "seconds": dataclasses.asdict(time) | {"total": time.total},
+    "tokens_per_s": tokens / time.total,
   }

@@ -32,14 +32,13 @@ class Chip:
 
 
 # Memory, bandwidth, FLOP/s and interconnect as in the "System architecture"
-# tables of cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; the interconnect is
+# tables of cloud.google.com/tpu/docs/{v5e,v5p,v6e}; the interconnect is
 # given there for all ports and both ways, here for one port and one way.
 # Clocks follow from FLOP/s and the matrix units, flops / (2 * units * rows *
-# columns): 8 of 128 x 128 (v4, v5p), 4 of 128 x 128 (v5e), 4 of 256 x 256
+# columns): 8 of 128 x 128 (v5p), 4 of 128 x 128 (v5e), 4 of 256 x 256
 # (v6e; its cycle estimates then read weights at 0.9 of the sheet's bandwidth,
 # as the other chips' do).
 CHIPS = {
-  "v4": Chip("v4", 32e9, 1.2e12, 275e12, 6, 50e9, 1.05e9),
   "v5e": Chip("v5e", 16e9, 0.819e12, 197e12, 4, 50e9, 1.5e9),
   "v5p": Chip("v5p", 95e9, 2.765e12, 459e12, 6, 100e9, 1.75e9),
   "v6e": Chip("v6e", 32e9, 1.64e12, 918e12, 4, 100e9, 1.75e9),
@@ -96,3 +95,23 @@ def time_of(cost: Cost, chip: Chip, ways: int) -> Time:
 
 def total(stages: Mapping[str, Time]) -> float:
   return sum(t.total for t in stages.values())
+
+
+def predict(plain: dict, decode: dict, tau: float | None) -> dict:
+  """What drafting gains, from two analyses (`lowering.analyse`).
+
+  Returns, for the roofline ("seconds"), the compiler's own estimate
+  ("compiler_seconds") and the least that the hardware allows
+  ("bound_seconds"): tokens/s of plain decoding and of cycles that keep `tau`
+  tokens, their ratio, and the tau at which they break even.
+  """
+  found = {}
+  for name in ("seconds", "compiler_seconds", "bound_seconds"):
+    pass_seconds, cycle = plain[name], decode[name]
+    found[name] = {
+      "plain_tokens_per_s": 1 / pass_seconds,
+      "tokens_per_s": tau / cycle if tau else None,
+      "ratio": tau * pass_seconds / cycle if tau else None,
+      "break_even_tau": cycle / pass_seconds,
+    }
+  return found
