@@ -558,20 +558,24 @@ def host_transfers(text: str) -> list[str]:
   )
 
 
-def whole_copies(module: Module, sizes: set[tuple[int, ...]]) -> dict[str, int]:
-  """Copies of arrays of these sizes, by direction.
+def whole_copies(
+  module: Module, computation: str, sizes: set[tuple[int, ...]]
+) -> dict[str, int]:
+  """Copies of arrays of these sizes in a computation and what it calls.
 
-  "main to on-chip" may stand for the read of the one who uses it; "main to
-  main" is waste.
+  By direction: "main to on-chip" may stand for the read of the one who uses
+  it; "main to main" is waste.
   """
   found: dict[str, int] = collections.Counter()
   where = lambda a: "main" if a.in_main_memory else "on-chip"
-  for inside in module.computations.values():
-    for i in inside.values():
-      if i.opcode not in ("copy", "copy-start") or i.operands[0] not in inside:
-        continue
-      out = arrays(i.shape)[0]
+  inside = module.computations[computation]
+  for i in inside.values():
+    for called in i.called:
+      found.update(whole_copies(module, called, sizes))
+    if i.opcode not in ("copy", "copy-start") or i.operands[0] not in inside:
+      continue
+    out = arrays(i.shape)[0]
+    if out.sizes in sizes:
       source = arrays(inside[i.operands[0]].shape)[0]
-      if out.sizes in sizes:
-        found[f"{where(source)} to {where(out)}"] += 1
+      found[f"{where(source)} to {where(out)}"] += 1
   return dict(found)

@@ -346,6 +346,14 @@ def bound(s: Shapes, draft: Draft | None, mesh: Mesh) -> Bound:
   )
 
 
+def _cache_copies(text: str, caches) -> dict[str, int]:
+  """Copies of a whole cache array in one cycle."""
+  module = hlo.parse(text)
+  body = hlo.Reader(module, lambda op: None, stage_of).loop_body(CYCLE)
+  sizes = {a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(caches)}
+  return hlo.whole_copies(module, body, sizes)
+
+
 def analyse(
   s: Shapes, draft: Draft | None, mesh: Mesh, chip: Chip, full: bool
 ) -> dict:
@@ -388,10 +396,7 @@ def analyse(
     },
     "fits": bool(resident <= chip.memory),
     "caches_in_place": all(in_place),
-    "cache_copies": hlo.whole_copies(
-      hlo.parse(programs[-1].text),
-      {a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(caches)},
-    ),
+    "cache_copies": _cache_copies(programs[-1].text, caches),
     "host_transfers": hlo.host_transfers(programs[-1].text),
     "stages": {
       k: dataclasses.asdict(stages[k])
