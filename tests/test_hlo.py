@@ -18,6 +18,12 @@ TEXT = """HloModule m, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-
   ROOT %dus = bf16[1,8,256,128]{3,2,1,0:T(8,128)} dynamic-update-slice(%p0, %p1, %z, %z, %p2, %z)
 }
 
+%sum (l: bf16[], r: bf16[]) -> bf16[] {
+  %l = bf16[] parameter(0)
+  %r = bf16[] parameter(1)
+  ROOT %s = bf16[] add(%l, %r)
+}
+
 %product (a: bf16[8,128], b: bf16[128,256]) -> bf16[8,256] {
   %a = bf16[8,128]{1,0:T(8,128)S(1)} parameter(0)
   %b = bf16[128,256]{1,0:T(8,128)S(1)} parameter(1)
@@ -96,7 +102,9 @@ def test_counted_by_hand():
   assert costs["keep"].bytes == 4 * (8 * 4 * 128 * 2 + 4)
   # The shorter branch, a padded vector in and out.
   assert costs["choice"].bytes == 2 * 128 * 4
-  assert set(costs) == {"look", "work", "keep", "choice"}
+  # The loop's comparison, two numbers and a predicate, has no name.
+  assert set(costs) == {"look", "work", "keep", "choice", ""}
+  assert costs[""].bytes == 4 * (4 + 4 + 1)
   assert module.aliases() == {1: 2}
 
 
