@@ -429,7 +429,8 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
       rows.set_state(position)
       say(f"resumed at step {int(progress.state.step)} of {run.total}")
     step = int(progress.state.step)
-    with watch.Journal(out, run.total, step, flops) as journal:
+    tokens = c.batch_size * c.row_length
+    with watch.Journal(out, run.total, step, tokens, flops) as journal:
       _steps(run, progress, rows, saves, stop, journal, decoder)
   return out / "drafter"
 
@@ -454,14 +455,14 @@ def _steps(
       report = jax.device_get(report)
       figures = {n: float(report[n]) for n in ("loss", "grad_norm")}
       figures |= losses.figures(report)
-      figures |= {"learning_rate": float(rate(step - 1))} | journal.speed()
+      figures |= {"learning_rate": float(rate(step - 1))} | journal.speed(step)
       journal.write(step, "train", figures)
       journal.show(figures)
 
   for step in range(int(progress.state.step) + 1, run.total + 1):
     batch = batch_of(run, next(rows), run.kept_train)
     progress.state, report = run.train_step(progress.state, run.frozen, batch)
-    journal.tick(batch.tokens.size)
+    journal.tick()
     if pending:
       record()
     pending = (step, report)
@@ -485,7 +486,7 @@ def _steps(
       raise Stopped(
         f"stopped by SIGTERM and saved at step {step} of {run.total}"
       )
-    journal.pause()
+    journal.restart(step)
 
 
 def _evaluated(

@@ -156,17 +156,21 @@ def cut_log(file: pathlib.Path, step: int) -> None:
 class Journal:
   """Bar, JSON lines and TensorBoard of process 0; silent elsewhere.
 
-  The clock of tokens/s runs between `tick` and `pause`, so that evaluation
-  and saves are not in it.
-
   Args:
     total, step: of the run, and where it begins now.
-    flops: of one token of a batch, all devices together.
+    tokens: of one step. flops: of one token, all devices together.
   """
 
-  def __init__(self, folder: pathlib.Path, total: int, step: int, flops: float):
-    self.flops = flops
-    self.seconds, self.tokens, self.since = 0.0, 0, None
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    total: int,
+    step: int,
+    tokens: int,
+    flops: float,
+  ):
+    self.tokens, self.flops = tokens, flops
+    self.mark: tuple[int, float] | None = None  # a finished step, and when
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
     self.peak = peak and peak * jax.device_count()
@@ -198,25 +202,28 @@ class Journal:
       self.log.close()
       self.board.close()
 
-  def tick(self, tokens: int) -> None:
-    """A step was sent off; the clock runs."""
-    now = time.perf_counter()
-    if self.since is not None:
-      self.seconds += now - self.since
-      self.tokens += tokens
-    self.since = now
+  def tick(self) -> None:
+    """A step was sent off."""
     if self.bar is not None:
       self.bar.update()
 
-  def pause(self) -> None:
-    self.since = None
+  def restart(self, step: int) -> None:
+    """The clock of `speed` starts anew: all steps up to this one are done, and
+    what was done between steps (evaluation, saves) is not to count."""
+    self.mark = (step, time.perf_counter())
 
-  def speed(self) -> dict[str, float]:
-    """Since the last call: tokens/s, and MFU where the peak is known."""
-    if not self.tokens:
+  def speed(self, step: int) -> dict[str, float]:
+    """tokens/s, and MFU where the peak is known, since the last call.
+
+    Args:
+      step: just finished. The first call starts the clock: before it lies
+        compilation.
+    """
+    before, now = self.mark, time.perf_counter()
+    self.mark = (step, now)
+    if before is None or before[0] == step:
       return {}
-    rate = self.tokens / self.seconds
-    self.seconds, self.tokens = 0.0, 0
+    rate = (step - before[0]) * self.tokens / (now - before[1])
     figures = {"tokens_per_s": round(rate, 1)}
     if self.peak:
       figures["mfu"] = round(rate * self.flops / self.peak, 4)
