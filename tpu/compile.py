@@ -28,12 +28,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app, flags  # noqa: E402
 
-from eagle_jax.bench import forecast  # noqa: E402
+from eagle_jax.bench import forecast, shapes  # noqa: E402
 from eagle_jax.bench.lowering import Shapes  # noqa: E402
 from eagle_jax.errors import InputError  # noqa: E402
+from eagle_jax.training.config import TrainConfig  # noqa: E402
 
 F = flags.FLAGS
-flags.DEFINE_list("config", None, "configs/*.py files that describe shapes.")
+flags.DEFINE_list("config", None, "configs/*.py files.")
 flags.DEFINE_list("topology", None, "Slices, such as v5e:2x4 or v5p:2x2x1.")
 flags.DEFINE_list(
   "what", ["plain", "decode"], f"Of {', '.join(forecast.WHAT)}."
@@ -51,9 +52,12 @@ flags.DEFINE_string("out", None, "Folder of predicted.json and predicted.md.")
 
 
 def read_config(path: str) -> Shapes:
+  """Shapes of a training config's target, or what the config describes."""
   if not pathlib.Path(path).is_file():
     raise InputError(f"config {path!r} is not a file")
   made = runpy.run_path(path)["get_config"]()
+  if isinstance(made, TrainConfig):
+    made = dataclasses.replace(shapes.of_target(made.target), train=made)
   if not isinstance(made, Shapes):
     raise InputError(
       f"config {path!r} describes no shapes to compile: use one like"

@@ -264,8 +264,9 @@ class Reader:
         for stage, cost in self.cost(i.called[0]).items():
           total[stage].add(cost)
       else:
-        stage = self.stage(self._source(i, inside))
-        total[stage].add(self._one(i, inside))
+        one = self._one(i, inside)
+        if one.operations:
+          total[self.stage(self._source(i, inside))].add(one)
     return dict(total)
 
   def _source(self, i: Instruction, inside: Computation) -> str:
