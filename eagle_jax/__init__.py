@@ -17,12 +17,14 @@ Shape letters, everywhere in this package:
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Answer, Generator, load, tree_spec
+from eagle_jax.speculation.requests import Request
 
 __version__ = "0.1.0"
 __all__ = [
   "Answer",
   "Generator",
   "InputError",
+  "Request",
   "Sampling",
   "load",
   "tree_spec",

@@ -39,6 +39,21 @@ class Drawn:
     return nodes
 
 
+def of_cycle(drafted, out) -> Drawn:
+  """What `watch_trees` was shown of a cycle, row 0.
+
+  Args:
+    drafted: a `Tree` of numpy arrays. out: the `ChunkOut` of its cycle.
+  """
+  return Drawn(
+    drafted.tokens[0],
+    drafted.parent[0],
+    drafted.scores[0],
+    drafted.valid[0],
+    out.tokens[0, : out.count[0]].tolist(),
+  )
+
+
 def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
   """The tree, a node a line; accepted nodes are marked with *.
 

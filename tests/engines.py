@@ -26,7 +26,7 @@ DYNAMIC = tree.dynamic(10, 3, 2)  # most of its pool: all levels occur
 @contextlib.contextmanager
 def fast_compiles():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(engine, "compiler_options", lambda: FAST)
+    patch.setattr(engine, "compiler_options", lambda backend: FAST)
     yield
 
 

@@ -291,3 +291,14 @@ def test_impossible_settings_are_refused_by_name(field, value):
 def test_every_sampling_field_reaches_the_rule():
   names = {f.name for f in dataclasses.fields(Sampling)}
   assert names == {f.name for f in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("W", [16384, 32000, 49152, 20001])
+@pytest.mark.parametrize("distinct", [5, 300, 10**6])
+def test_top_k_of_wide_rows(W, distinct):
+  """Value for value and tie for tie what a stable sort gives."""
+  x = np.random.default_rng(W).integers(0, distinct, (2, W)).astype(np.float32)
+  best, at = sampling.top_k(jnp.asarray(x), 10)
+  expected = np.argsort(-x, axis=-1, kind="stable")[:, :10]
+  np.testing.assert_array_equal(at, expected)
+  np.testing.assert_array_equal(best, np.take_along_axis(x, expected, -1))

@@ -42,16 +42,20 @@ Watch = Callable[[int, list[int]], int | None]
 WatchTrees = Callable[[Tree, ChunkOut], None]
 
 
-def compiler_options() -> dict[str, str]:
-  """XLA options for decoding on the backend at hand.
+def compiler_options(backend: str) -> dict[str, str | bool]:
+  """XLA options for decoding on a backend, by its JAX name.
 
   CPU: the YNN library that XLA prefers for matmuls takes 2.0-2.2 times as
   long as its Eigen path for 4 to 16 rows, which is what a verify pass has
   (whole pass of a 135M model on two Zen cores).
+  TPU: a product with a single row (plain decoding of one request) would go to
+  the vector unit, which by the compiler's own estimate takes 3.5 times as
+  long as the matrix unit does for the same weights.
   """
-  if jax.default_backend() == "cpu":
-    return {"xla_cpu_experimental_ynn_fusion_type": ""}
-  return {}
+  return {
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+    "tpu": {"xla_tpu_enable_dot_strength_reduction": False},
+  }.get(backend, {})
 
 
 def capacity_for(slots: int, most: int) -> int:
@@ -205,7 +209,9 @@ class Engine:
       )
     else:
       raise AssertionError(name)
-    self.programs[key] = lowered.compile(compiler_options())
+    self.programs[key] = lowered.compile(
+      compiler_options(jax.default_backend())
+    )
     self.compile_seconds += time.perf_counter() - began
     return self.programs[key]
 
