@@ -52,6 +52,7 @@ def setup(tmp_path, tokenizer, monkeypatch):
     draft_vocab_size=40,
     init="last_layer",
     train_head=False,
+    inputs="feature+token",
     row_length=128,
     batch_size=2,
     epochs=2,
@@ -145,6 +146,7 @@ def test_log_and_config_explain_the_run(setup):
   ("change", "word"),
   [
     ({"kind": "medusa"}, "kind 'medusa' is unknown"),
+    ({"inputs": "both"}, "inputs 'both' is unknown"),
     ({"data": ()}, "no data given"),
     ({"heldout": ()}, "no heldout given"),
     ({"epochs": 0}, "epochs 0 must be at least 1"),

@@ -17,7 +17,7 @@ from flax import struct
 
 from eagle_jax import loading
 from eagle_jax.checkpoints import drafters
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import INPUTS, DrafterConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
@@ -38,6 +38,7 @@ class TrainConfig:
   draft_vocab_size: int
   init: str  # "last_layer" | "random" | a drafter folder to go on from
   train_head: bool  # else the target's rows stay as they are
+  inputs: str  # what a row reads: config.INPUTS; "feature+token" is EAGLE
   # batches
   row_length: int  # T
   batch_size: int  # rows a step
@@ -148,6 +149,7 @@ def _check(c: TrainConfig) -> None:
     "kind": ("eagle", "eagle3"),
     "features": ("online", "cached"),
     "dtype": ("float32", "bfloat16"),
+    "inputs": INPUTS,
   }.items():
     if getattr(c, name) not in allowed:
       raise InputError(
@@ -253,6 +255,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     # the official layout has biases, but no q/k norm and no rope scaling
     qkv_bias=target_config.qkv_bias,
     dtype=c.dtype,
+    inputs=c.inputs,
   )
   params, vocabulary = start.parameters(
     c.init, c.seed, config, loaded, vocabulary, say

@@ -119,8 +119,11 @@ def unroll(
     anchors: int32[B, R] rows to go on with after step 0; None = all T.
   """
   apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
+  read = lambda ahead, rows: drafter.reads(
+    at(batch.tokens, rows, ahead), at(batch.tokens, rows, ahead + 1)
+  )
   fed, first = apply(
-    shift(batch.tokens, 1),
+    read(0, None),
     apply(batch.features, method="fuse"),
     batch.positions,
     masks.Attend(own=masks.Causal(batch.documents)),
@@ -136,7 +139,7 @@ def unroll(
     earlier = masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
   for i in range(1, steps):
     fed, made = apply(
-      at(batch.tokens, anchors, 1 + i),
+      read(i, anchors),
       fed,
       at(batch.positions, anchors, 0) + i,
       masks.Attend(own=masks.Itself(), earlier=earlier),
