@@ -3,12 +3,9 @@
 Without --prompt, --prompts_file or --prompt_ids it chats. See --help.
 """
 
-import sys
+from absl import flags
 
-from absl import app, flags, logging
-
-from eagle_jax import command, options
-from eagle_jax.errors import InputError
+from eagle_jax import command, options, script
 
 F = flags.FLAGS
 flags.DEFINE_string(
@@ -88,29 +85,9 @@ flags.DEFINE_bool(
 flags.DEFINE_bool("show", False, "Mark accepted drafts and draw the last tree.")
 
 
-def parse(argv):
-  try:
-    return F(argv)
-  except flags.Error as e:
-    print(f"decode.py: {' '.join(str(e).split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def main(argv):
-  verbose = F.verbosity > 0
-  logging.set_verbosity(logging.WARNING)  # the libraries', not ours
-  try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag: prompts go in --prompt")
-    command.run(options.from_flags(F, verbose))
-  except InputError as e:
-    if verbose:
-      raise
-    print(f"decode.py: {e}", file=sys.stderr)
-    sys.exit(2)
-  except KeyboardInterrupt:
-    sys.exit(130)  # what a shell expects of Ctrl-C
+def run(values: flags.FlagValues) -> None:
+  command.run(options.from_flags(values, verbose=values.verbosity > 0))
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse)
+  script.run("decode.py", run)

@@ -1,4 +1,4 @@
-"""Ablation of the drafter's inputs: feature alone, no token.
+"""Ablation of the drafter's inputs: the feature alone.
 
   python train.py --config configs/ablation_feature.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\

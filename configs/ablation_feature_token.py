@@ -1,4 +1,4 @@
-"""Ablation of the drafter's inputs: feature and the token that was drawn after it (EAGLE).
+"""Ablation of the drafter's inputs: the feature and the token drawn after it.
 
   python train.py --config configs/ablation_feature_token.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\

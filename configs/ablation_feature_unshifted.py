@@ -1,5 +1,6 @@
-"""Ablation of the drafter's inputs: feature and its own token, so that the draw the next
-feature depends on is unknown.
+"""Ablation of the drafter's inputs: the feature and its own token.
+
+The draw that the next feature depends on is unknown to it.
 
   python train.py --config configs/ablation_feature_unshifted.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\

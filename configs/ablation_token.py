@@ -1,5 +1,6 @@
-"""Ablation of the drafter's inputs: token alone. It never sees the target's state: an
-independent draft model of the same size.
+"""Ablation of the drafter's inputs: the token alone.
+
+It never sees the target's state: an independent draft model of the same size.
 
   python train.py --config configs/ablation_token.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
