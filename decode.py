@@ -46,21 +46,26 @@ flags.DEFINE_string("system", None, "A system turn before each prompt.")
 flags.DEFINE_bool("raw", False, "Plain text, no chat template.")
 flags.DEFINE_multi_string("stop", [], "End an answer before this text.")
 flags.DEFINE_string("method", "eagle", "eagle or plain.")
-flags.DEFINE_string("tree", "dynamic", "dynamic, static, uniform or chain.")
+flags.DEFINE_string(
+  "tree",
+  "auto",
+  "auto (measured once: the fastest on this device; a size flag makes it"
+  " dynamic), dynamic, static, uniform or chain.",
+)
 flags.DEFINE_integer(
   "tree_nodes",
   None,
-  "Node budget M, the root counted (dynamic, uniform); default: by device.",
+  "Node budget M, the root counted (dynamic, uniform); default: by tree.",
 )
 flags.DEFINE_integer(
   "tree_levels",
   None,
-  "Levels L: how deep drafts go (dynamic, chain); default: by device.",
+  "Levels L: how deep drafts go (dynamic, chain); default: by tree.",
 )
 flags.DEFINE_integer(
   "tree_branch",
   None,
-  "Children of an expanded node (dynamic, uniform); default: by device.",
+  "Children of an expanded node (dynamic, uniform); default: by tree.",
 )
 flags.DEFINE_integer("batch_size", 1, "Prompts decoded together.")
 flags.DEFINE_integer(

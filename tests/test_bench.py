@@ -32,6 +32,7 @@ def row(
     seconds,
     divergence,
     question,
+    seconds,
   )
 
 
@@ -70,12 +71,12 @@ def test_tau_without_loops_cuts_the_tail():
   assert measure.until_loop(ids) == 50
   # No draft accepted before the loop, 3 in each cycle inside it:
   accepts = [0] * 29 + [3] * 10
-  rows = [Row(ids, accepts, 1.0, None, 0)]
+  rows = [Row(ids, accepts, 1.0, None, 0, 1.0)]
   assert measure.tau(rows) == 69 / 39
   # 49 tokens kept after prefill's: 29 cycles of one, five of four
   assert measure.tau(rows, loops=False) == 49 / 34
   # a cut inside a cycle counts the cycle and the tokens before the cut
-  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None, 0)]
+  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None, 0, 1.0)]
   assert measure.tau(inside, loops=False) == 49 / (29 + 7)
   assert measure.tau([row([1, 1])], loops=False) == 2.0
 

@@ -321,7 +321,7 @@ def chat(models, monkeypatch, capsys):
         DecodeOptions(
           target=models.target,
           drafter=models.drafter,
-          **{"max_new_tokens": 12} | options,
+          **{"max_new_tokens": 12, "tree": "dynamic"} | options,
         )
       )
     return *capsys.readouterr(), asked, given
@@ -453,7 +453,10 @@ HI = ("--prompt", "hi")
     ([*HI, "--num_samples=0"], ["num_samples 0 must be at least 1"]),
     ([*HI, "--seed=-1"], ["seed -1 must be from 0"]),
     ([*HI, "--method=fast"], ["method 'fast'", "eagle, plain"]),
-    ([*HI, "--tree=big"], ["tree 'big'", "dynamic, static, uniform, chain"]),
+    (
+      [*HI, "--tree=big"],
+      ["tree 'big'", "auto, dynamic, static, uniform, chain"],
+    ),
     ([*HI, "--dtype=int8"], ["dtype 'int8' must be float32 or bfloat16"]),
     (
       [*HI, "--tree=static", "--tree_nodes=26"],

@@ -34,12 +34,12 @@ def test_training_steps_equal_grow_and_extend(inputs, kind):
 
   The chain drafts its own tokens; training then reads just these:
 
-    tokens       x_0 .. x_n | c_1 c_2 c_3       n = 6, root x_6
+    tokens       x_0 .. x_n | c_1 c_2 c_3       n = 8, root x_8
     step i, row n - 1, scores c_{i+1}
   """
   target = engines.target()
   loaded = with_inputs(target, inputs, kind)
-  n, L = 6, 3
+  n, L = 8, 3
   m = loading.models(target, loaded, tree.chain(L))
   ids = np.zeros((1, 16), np.int32)
   ids[0, : n + 1] = engines.prompt(5, n + 1)
@@ -95,7 +95,7 @@ def test_training_steps_equal_grow_and_extend(inputs, kind):
 def test_what_each_input_depends_on():
   """Perturb one input at a time and see whether the output moves."""
   target = engines.target()
-  packed = data.pack(test_losses.documents([12]), 12)
+  packed = data.pack(test_losses.documents([16]), 16)
   t = 6  # a row; f_t, x_t, x_{t+1}
   moves = {}
   for inputs in INPUTS:

@@ -7,20 +7,25 @@ import sys
 import tqdm
 from absl import flags
 
-from eagle_jax import generation, loading, script
-from eagle_jax.bench import facts, measure, peer, suites
+from eagle_jax import choice, generation, loading, machine, script
+from eagle_jax.bench import measure, peer, suites
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
 from eagle_jax.speculation.requests import Request
 
 F = flags.FLAGS
-METHODS = ("plain", "chain", "static", "uniform", "dynamic", "transformers")
+METHODS = (
+  *("plain", "chain", "static", "uniform", "dynamic", "auto"),
+  "transformers",
+)
 flags.DEFINE_multi_string(
   "suite", [], "question.jsonl file; default: the shipped 24 prompts."
 )
 flags.DEFINE_list(
-  "methods", ["plain", "chain", "dynamic"], f"Of {', '.join(METHODS)}."
+  "methods",
+  ["plain", "chain", "dynamic"],
+  f"Of {', '.join(METHODS)}, or trees as kind:nodes:levels:branch.",
 )
 flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")
 flags.DEFINE_integer("turns", 0, "Turns asked of each prompt; 0 = all.")
@@ -88,12 +93,15 @@ def _specs(F: flags.FlagValues) -> dict:
   if not methods:
     raise InputError(f"no methods: use some of {', '.join(METHODS)}")
   for name in methods:
+    if ":" in name:
+      specs[name] = generation.named_tree(name)
+      continue
     if name not in METHODS:
       raise InputError(
         f"method {name!r} is unknown: use some of {', '.join(METHODS)}"
       )
-    if name in ("plain", "transformers"):
-      specs[name] = None
+    if name in ("plain", "transformers", "auto"):
+      specs[name] = None  # auto: chosen once the models are loaded
     else:
       specs[name] = generation.tree_spec(
         name, **{n: sizes[n] for n in takes[name]}
@@ -135,6 +143,8 @@ def run(F: flags.FlagValues) -> None:
     drafter = loading.load_drafter(
       F.drafter or loading.DEFAULT_DRAFTER, target, say
     )
+  if "auto" in specs:
+    specs["auto"] = choice.spec(target, drafter, 1, say, verbose=True)
   generators = {
     name: Generator(target, drafter, "eagle" if spec else "plain", spec)
     for name, spec in specs.items()
@@ -156,7 +166,7 @@ def run(F: flags.FlagValues) -> None:
     raise InputError(
       f"out {F.out!r} cannot be made a folder ({e.strerror})"
     ) from None
-  figures = facts.of_machine() | {
+  figures = machine.facts() | {
     "target": F.target,
     "drafter": F.drafter or loading.DEFAULT_DRAFTER,
     "dtype": target.config.dtype,

@@ -31,7 +31,7 @@ class Row:
 
   accept_lengths: one a cycle. divergence: None where plain decoding gave the
   same tokens, or was not asked. question: index of the prompt; its turns are
-  resampled together.
+  resampled together. decode_seconds: after prefill.
   """
 
   tokens: list[int]
@@ -39,6 +39,7 @@ class Row:
   seconds: float
   divergence: Divergence | None
   question: int
+  decode_seconds: float
 
 
 def until_loop(ids: Sequence[int], n: int = LOOP) -> int:
@@ -112,7 +113,14 @@ def run(
           )
         r = answer.result
         rows[name].append(
-          Row(r.token_ids, r.accept_lengths, r.seconds, diverged, index)
+          Row(
+            r.token_ids,
+            r.accept_lengths,
+            r.seconds,
+            diverged,
+            index,
+            r.decode_seconds,
+          )
         )
       reply = answers[names[0]].text
       messages.append({"role": "assistant", "content": reply})

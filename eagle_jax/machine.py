@@ -1,4 +1,4 @@
-"""What every figure carries: device, date, versions."""
+"""What every measured figure carries: device, date, versions."""
 
 import datetime
 import importlib.metadata
@@ -20,13 +20,19 @@ def cpu_name() -> str:
   return platform.processor() or platform.machine()
 
 
-def of_machine() -> dict:
+def device() -> str:
+  """The devices that decode: kind and number; of a CPU its cores."""
+  first = jax.devices()[0]
+  if first.platform == "cpu":
+    return f"{cpu_name()}, {os.cpu_count()} cores"
+  return f"{first.device_kind} x{jax.device_count()}"
+
+
+def facts() -> dict:
   """device, host, date and versions, ready for JSON."""
-  device = jax.devices()[0]
-  kind = cpu_name() if device.platform == "cpu" else device.device_kind
   return {
     "date": datetime.date.today().isoformat(),
-    "device": f"{kind} x{jax.device_count()}",
+    "device": device(),
     "host": f"{cpu_name()}, {os.cpu_count()} cores, {platform.system()}",
     "versions": {
       p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax")
