@@ -133,15 +133,6 @@ def _print_answer(session: Session, answer: Answer, single, trees) -> None:
       )
     )
     if trees:
-      drafted, out = trees[-1]
-      given = out.tokens[0, : out.count[0]].tolist()
-      drawn = drawing.Drawn(
-        drafted.tokens[0],
-        drafted.parent[0],
-        drafted.scores[0],
-        drafted.valid[0],
-        given,
-      )
-      print("\n" + drawing.tree(drawn, session.piece))
+      print("\n" + drawing.tree(drawing.drawn(*trees[-1]), session.piece))
   else:
     print()

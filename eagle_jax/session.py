@@ -57,11 +57,7 @@ class Session:
     self.generator = make(o.method)
     self.plain = make("plain") if o.compare else None
     self.tokenizer = target.tokenizer
-    self.piece = lambda i: (
-      str(i)
-      if target.tokenizer is None
-      else target.tokenizer.decode([i], skip_special_tokens=False)
-    )
+    self.piece = text.piece(target.tokenizer)
 
   def request(self, prompt, number: int, sample: int) -> tuple[Request, str]:
     """A request and the prompt's name in the output."""
