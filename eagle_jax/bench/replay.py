@@ -23,6 +23,7 @@ from absl import flags
 from eagle_jax import generation, loading, machine, script, text
 from eagle_jax.bench import measure, suites
 from eagle_jax.bench.measure import Row
+from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
@@ -249,6 +250,24 @@ def _rounded(n: int) -> int:
   return -(-n // 64) * 64
 
 
+def first_turn(
+  target: LoadedTarget,
+  question: Question,
+  sampling: Sampling,
+  max_new_tokens: int,
+  seed: int,
+) -> Request:
+  """The request of a question's first turn."""
+  messages = text.with_system(question.turns[0], None)
+  return Request(
+    text.encode_messages(target.tokenizer, messages),
+    max_new_tokens,
+    sampling,
+    seed,
+    question.number,
+  )
+
+
 def plain_answers(
   target: LoadedTarget,
   questions,
@@ -260,16 +279,7 @@ def plain_answers(
 ) -> Known:
   """First turns answered by plain decoding; kept in `folder` for later."""
   requests = [
-    Request(
-      text.encode_messages(
-        target.tokenizer, text.with_system(q.turns[0], None)
-      ),
-      max_new_tokens,
-      sampling,
-      seed,
-      q.number,
-    )
-    for q in questions
+    first_turn(target, q, sampling, max_new_tokens, seed) for q in questions
   ]
   key = json.dumps(
     [target.fingerprint(), max_new_tokens, seed]
