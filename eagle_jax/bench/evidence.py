@@ -164,6 +164,7 @@ def smoothness(reads: Sequence[Read], table: np.ndarray, seed: int) -> dict:
     table: [V, D], the target's token embedding.
   """
   rng = np.random.default_rng(seed)
+  sums = []  # [kind][prompts, (near, count, apart, count)]
   kinds = {
     "feature": lambda r: r.features,
     "embedding": lambda r: table[r.tokens],
@@ -179,8 +180,13 @@ def smoothness(reads: Sequence[Read], table: np.ndarray, seed: int) -> dict:
       near.append(_cosines(x[:-1], x[1:]))
       i = rng.integers(0, len(x), (2, len(x)))
       i = i[:, abs(i[0] - i[1]) > 1]
-      if i.size:
-        apart.append(_cosines(x[i[0]], x[i[1]]))
+      apart.append(_cosines(x[i[0]], x[i[1]]))
+    sums.append(
+      [
+        (a.sum(), a.size, b.sum(), b.size)
+        for a, b in zip(near, apart, strict=True)
+      ]
+    )
     share = np.histogram(np.concatenate(near), edges)[0]
     out[name] = {
       "neighbours": _mean(near),
@@ -190,6 +196,12 @@ def smoothness(reads: Sequence[Read], table: np.ndarray, seed: int) -> dict:
         "share": (share / share.sum()).tolist(),
       },
     }
+  excess = lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3]
+  value, low, high = measure.bootstrap(
+    np.concatenate(sums, axis=1), lambda s: excess(s) - excess(s[..., 4:])
+  )
+  # by how much neighbours stand out more among features
+  out["difference"] = {"value": value, "low": low, "high": high}
   return out
 
 

@@ -60,10 +60,9 @@ th:first-child, td:first-child { text-align: left; white-space: normal; }
 th { color: #59616b; font-weight: 600; border-bottom-color: #b9bfc7; }
 .wide { overflow-x: auto; }
 ul.claims { list-style: none; padding: 0; }
-ul.claims li { margin: .35em 0; padding-left: 8.2em; text-indent: -8.2em; }
-.v { display: inline-block; width: 7.4em; margin-right: .8em; padding: 0 .5em;
-  border-radius: 3px; font-size: .82em; text-align: center; text-indent: 0;
-  box-sizing: border-box; }
+ul.claims li { display: flex; gap: .9em; margin: .4em 0; }
+.v { flex: 0 0 8.4em; height: 1.6em; line-height: 1.6em; margin-top: .15em;
+  border-radius: 3px; font-size: .82em; text-align: center; }
 .yes { background: #dff1e4; color: #1c6b38; }
 .no { background: #f8dfe0; color: #97232f; }
 .open { background: #eceef1; color: #4a525c; }
@@ -76,8 +75,8 @@ def _claims(claims: Sequence[Claim]) -> str:
   style = {True: "yes", False: "no", None: "open"}
   return "".join(
     f'<li><span class="v {style[c.holds]}">{c.verdict()}</span>'
-    f"{html.escape(c.text)}"
-    f" <span class=facts>{html.escape(c.detail)}</span></li>"
+    f"<div>{html.escape(c.text)}"
+    f" <span class=facts>{html.escape(c.detail)}</span></div></li>"
     for c in claims
   )
 

@@ -128,17 +128,17 @@ def inputs(data: dict[str, dict[str, dict]]) -> str:
     errors = np.array([_error(e, "tau") for e in entries]).T
     ax.barh(
       at + 0.19 - 0.38 * i,
-      [e["tau"] for e in entries],
+      [e["tau"] - 1 for e in entries],
       0.36,
+      left=1,
       xerr=errors,
       label=name,
       ecolor="#333",
     )
-  ax.axvline(1, color=GREY, lw=1)
   ax.set_yticks(at, names)
   ax.grid(axis="y", visible=False)
-  ax.set_xlim(0.9)
-  ax.set_xlabel("tau, tokens a verify pass (95%); 1 is plain decoding")
+  ax.set_xlim(1)
+  ax.set_xlabel("tau, tokens a verify pass (95%), from plain decoding's 1")
   ax.legend(loc="lower right", fontsize=8)
   return _svg(figure)
 
@@ -189,7 +189,9 @@ def calibration(data: dict[str, dict]) -> str:
   left.set_xlabel("drafter's confidence in a child")
   left.set_ylabel("share accepted (95%)")
   left.set(xlim=(0, 1), ylim=(0, 1))
-  left.legend(fontsize=7, loc="upper left")
+  left.legend(
+    fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(data)
+  )
   names = list(data)
   at = np.arange(len(names))[::-1]
   for i, (key, label) in enumerate(
@@ -207,7 +209,7 @@ def calibration(data: dict[str, dict]) -> str:
   right.grid(axis="y", visible=False)
   right.set_xlim(0, 1)
   right.set_xlabel("the target's token is this child (95%)")
-  right.legend(fontsize=8)
+  right.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=2)
   return _svg(figure)
 
 

@@ -9,6 +9,7 @@ drafter reads. Answers are decoded once and kept in --out.
 """
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,17 @@ def _check(f) -> None:
     raise InputError(f"budgets {f.budgets} must be from 3 to 500 nodes")
   for tree in f.trees:
     generation.named_tree(tree)
+
+
+def _finite(value):
+  """Not-a-numbers (an interval of too few prompts) as null: JSON has none."""
+  if isinstance(value, dict):
+    return {k: _finite(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
 
 
 def _ablations(
@@ -145,7 +157,7 @@ def run(f: flags.FlagValues) -> None:
   for file, content in {
     "report.html": page.as_html(title, lines, parts),
     "report.md": page.as_markdown(title, lines, parts),
-    "report.json": json.dumps(whole, indent=1) + "\n",
+    "report.json": json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n",
   }.items():
     part = out / f"{file}.part"
     part.write_text(content, encoding="utf-8")

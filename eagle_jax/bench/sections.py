@@ -65,12 +65,17 @@ class Study:
     return replay.replay(self.target, drafter, known, specs, self.batch_size)
 
 
+def _sign(entry: dict) -> bool | None:
+  """Is the figure above 0? None where its interval holds both signs."""
+  return True if entry["low"] >= 0 else False if entry["high"] < 0 else None
+
+
 def _ordered(
   better: Sequence[Row], worse: Sequence[Row], text: str, names: str
 ) -> Claim:
   """A claim that one tau is at least another, by the paired interval."""
   value, low, high = measure.tau_difference(worse, better)
-  holds = True if low >= 0 else False if high < 0 else None
+  holds = _sign({"low": low, "high": high})
   return Claim(
     text, holds, f"{names}: {value:+.3f} tau, 95% {low:+.3f} to {high:+.3f}"
   )
@@ -153,9 +158,10 @@ def _features(s: Study, reads, data: dict) -> Section:
     [
       Claim(
         "Features run smoother along a sequence than token embeddings.",
-        gap["feature"] > gap["embedding"],
+        _sign(smooth["difference"]),
         "cosine of neighbours less that of positions apart: features"
-        f" {gap['feature']:+.3f}, embeddings {gap['embedding']:+.3f}",
+        f" {gap['feature']:+.3f}, embeddings {gap['embedding']:+.3f},"
+        f" difference {_span(smooth['difference'], digits=3)}",
       ),
       Claim(
         "The drawn token explains more of the next feature than the feature"
@@ -174,8 +180,8 @@ def _features(s: Study, reads, data: dict) -> Section:
       (
         ("along answers", "cosine of neighbours (95%)", "apart (95%)"),
         [
-          (n, _span(v["neighbours"]), _span(v["apart"]))
-          for n, v in smooth.items()
+          (n, _span(smooth[n]["neighbours"]), _span(smooth[n]["apart"]))
+          for n in gap
         ],
       ),
       (
@@ -184,8 +190,8 @@ def _features(s: Study, reads, data: dict) -> Section:
       ),
     ],
     f"n = {one['rows']} positions of {one['prompts']} answers for R²,"
-    f" {min(evidence.FOLDS, one['prompts'])} folds over prompts;"
-    f" {smooth['feature']['neighbours']['n']} pairs for cosines; seed {s.seed}.",
+    f" {min(evidence.FOLDS, one['prompts'])} folds over prompts; seed {s.seed};"
+    f" {smooth['feature']['neighbours']['n']} pairs for cosines.",
   )
 
 
@@ -460,8 +466,8 @@ def _confidence(s: Study, data: dict) -> Section:
   return Section(
     "calibration",
     "f. The drafter's confidence is worth something",
-    "A dynamic tree relies on confidence: on the diagonal, a child of confidence"
-    " c is the target's token in a share c of cases. Above temperature 0 the"
+    "A dynamic tree relies on confidence: on the diagonal, a child of"
+    " confidence c is the target's token in a share c of cases. Above temperature 0 the"
     " target's noise is known beforehand, so that drafter and target draw with"
     " the same dice; the output cannot change.",
     [
@@ -658,14 +664,12 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     tables,
     f"n = {len(rows['plain'])} prompts, first turns, temperature 0, at most"
     f" {s.max_new_tokens} new tokens.",
-    _drawn(s),
+    _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
   )
 
 
-def _drawn(s: Study) -> str:
+def _drawn(s: Study, generator: Generator) -> str:
   """The draft tree with the longest accepted path of one answer."""
-  spec = generation.named_tree(s.dynamic(min(26, max(s.budgets)), s.drafter))
-  generator = Generator(s.target, s.drafter, "eagle", spec)
   question = next(iter(s.asked.values()))[0]
   seen = []
   request = replay.first_turn(
@@ -674,16 +678,14 @@ def _drawn(s: Study) -> str:
   generator.run(
     [request],
     [""],
-    watch_trees=lambda t, out: seen.append(drawing.drawn(t, out)),
+    watch_trees=lambda tree, out: seen.append(drawing.drawn(tree, out)),
   )
   if not seen:
     return ""
   best = max(seen, key=lambda d: len(d.given))
-  piece = text.piece(s.target.tokenizer)
-  return (
-    f"A draft tree ({spec.num_nodes} nodes); * marks the accepted path\n\n"
-    + (drawing.tree(best, piece))
-  )
+  nodes = generator.models.spec.num_nodes
+  head = f"A draft tree of {nodes} nodes; * marks the accepted path"
+  return f"{head}\n\n{drawing.tree(best, text.piece(s.target.tokenizer))}"
 
 
 def build(s: Study, trees: Sequence[str], limit: int, say) -> tuple[list, dict]:
