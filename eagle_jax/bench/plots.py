@@ -189,9 +189,7 @@ def calibration(data: dict[str, dict]) -> str:
   left.set_xlabel("drafter's confidence in a child")
   left.set_ylabel("share accepted (95%)")
   left.set(xlim=(0, 1), ylim=(0, 1))
-  left.legend(
-    fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(data)
-  )
+  left.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
   names = list(data)
   at = np.arange(len(names))[::-1]
   for i, (key, label) in enumerate(

@@ -467,9 +467,9 @@ def _confidence(s: Study, data: dict) -> Section:
     "calibration",
     "f. The drafter's confidence is worth something",
     "A dynamic tree relies on confidence: on the diagonal, a child of"
-    " confidence c is the target's token in a share c of cases. Above temperature 0 the"
-    " target's noise is known beforehand, so that drafter and target draw with"
-    " the same dice; the output cannot change.",
+    " confidence c is the target's token in a share c of cases. Above"
+    " temperature 0 the target's noise is known beforehand, so that drafter and"
+    " target draw with the same dice; the output cannot change.",
     [
       Claim(
         "Confidence tells acceptance at temperature 0 (mean gap below .05).",
