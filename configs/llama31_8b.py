@@ -28,6 +28,7 @@ def get_config() -> TrainConfig:
     out="runs/llama31_8b",
     draft_vocab_size=32000,
     train_head=True,
+    inputs="feature+token",
     row_length=2048,
     batch_size=16,
     features="online",

@@ -24,6 +24,7 @@ def get_config() -> TrainConfig:
     draft_vocab_size=8192,
     init="last_layer",
     train_head=False,
+    inputs="feature+token",
     row_length=512,
     batch_size=1,
     epochs=2,

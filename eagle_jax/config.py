@@ -67,6 +67,9 @@ class TargetConfig(LayerConfig):
   tied_head: bool = dataclasses.field(kw_only=True)
 
 
+INPUTS = ("feature+token", "feature+unshifted", "feature", "token")
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig(LayerConfig):
   """A drafter: one decoder layer over (feature, token) pairs.
@@ -77,6 +80,8 @@ class DrafterConfig(LayerConfig):
     matrix, and has a norm and a head of its own (EAGLE-3).
   draft_noise: strength s of the shared Gumbel noise in drafting, calibrated
     after training (`training.calibrate`); 0 drafts by probability alone.
+  inputs: what each row reads, one of INPUTS (`models.drafter`); all but the
+    first are ablations.
   """
 
   kind: str = dataclasses.field(kw_only=True)
@@ -85,9 +90,15 @@ class DrafterConfig(LayerConfig):
   taps: tuple[int, ...] = ()
   fc_bias: bool = False
   draft_noise: float = 0.0
+  inputs: str = "feature+token"
 
   def __post_init__(self):
     super().__post_init__()
+    if self.inputs not in INPUTS:
+      raise ValueError(
+        f"drafter inputs {self.inputs!r} are unknown: use one of"
+        f" {', '.join(INPUTS)}"
+      )
     if self.kind not in ("eagle", "eagle3"):
       raise ValueError(
         f"drafter kind {self.kind!r} is unknown: use 'eagle' or 'eagle3'"

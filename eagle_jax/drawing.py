@@ -2,9 +2,14 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from eagle_jax import text
+from eagle_jax.speculation.state import ChunkOut
+from eagle_jax.speculation.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +44,23 @@ class Drawn:
     return nodes
 
 
-def of_cycle(drafted, out) -> Drawn:
-  """What `watch_trees` was shown of a cycle, row 0.
-
-  Args:
-    drafted: a `Tree` of numpy arrays. out: the `ChunkOut` of its cycle.
-  """
+def of_cycle(tree: Tree, out: ChunkOut) -> Drawn:
+  """The first row of what `Engine.generate` shows to `watch_trees`."""
   return Drawn(
-    drafted.tokens[0],
-    drafted.parent[0],
-    drafted.scores[0],
-    drafted.valid[0],
+    tree.tokens[0],
+    tree.parent[0],
+    tree.scores[0],
+    tree.valid[0],
     out.tokens[0, : out.count[0]].tolist(),
   )
+
+
+def _quoted(text: str) -> str:
+  """repr, with bytes that are no whole character as \\xNN.
+
+  "…" whole: '…'; its first two bytes: '\\xe2\\x80'.
+  """
+  return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", repr(text))
 
 
 def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
@@ -66,14 +75,14 @@ def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
   The number is the drafter's probability of the path so far.
 
   Args:
-    piece: token id -> text.
+    piece: token id -> text (`text.piece`).
   """
   accepted = set(drawn.path())
   children: dict[int, list[int]] = {}
   for i in range(1, len(drawn.tokens)):
     if drawn.valid[i]:
       children.setdefault(int(drawn.parent[i]), []).append(i)
-  lines = [repr(piece(int(drawn.tokens[0])))]
+  lines = [_quoted(piece(int(drawn.tokens[0])))]
 
   def below(node: int, indent: str) -> None:
     found = sorted(children.get(node, []), key=lambda i: -drawn.scores[i])
@@ -81,16 +90,17 @@ def tree(drawn: Drawn, piece: Callable[[int], str]) -> str:
       last = i == found[-1]
       mark = " *" if i in accepted else ""
       lines.append(
-        f"{indent}{'└─' if last else '├─'} {piece(int(drawn.tokens[i]))!r}"
+        f"{indent}{'└─' if last else '├─'} "
+        f"{_quoted(piece(int(drawn.tokens[i])))}"
         f" {math.exp(drawn.scores[i]):.2f}{mark}"
       )
       below(i, indent + ("   " if last else "│  "))
 
   below(0, "")
-  bonus = piece(int(drawn.given[-1]))
+  bonus = _quoted(piece(int(drawn.given[-1])))
   lines.append(
     f"accepted {len(drawn.given) - 1} of {int(drawn.valid.sum()) - 1} drafts;"
-    f" then the target's own {bonus!r}"
+    f" then the target's own {bonus}"
   )
   return "\n".join(lines)
 
@@ -104,13 +114,24 @@ def marked(
   """The answer with its accepted drafts marked: green, or in ‹›.
 
   The first token is prefill's; each cycle then gives its accepted drafts and
-  one token of the target's own.
+  one token of the target's own. Tokens that make up one character are shown
+  together where they have one mark, else as bytes.
   """
   drafted = [False]
   for a in accept_lengths:
     drafted += [True] * a + [False]
   on, off = ("\033[32m", "\033[0m") if colour else ("‹", "›")
+  shown: list[tuple[str, bool]] = []
+  for i, d in zip(ids, drafted, strict=True):
+    new = piece(i)
+    if (
+      shown and shown[-1][1] == d and text.visible(shown[-1][0]) != shown[-1][0]
+    ):
+      joined = shown[-1][0] + new
+      raw = joined.encode("utf-8", "surrogateescape")
+      shown[-1] = (raw.decode("utf-8", "surrogateescape"), d)
+    else:
+      shown.append((new, d))
   return "".join(
-    f"{on}{piece(i)}{off}" if d else piece(i)
-    for i, d in zip(ids, drafted, strict=True)
+    f"{on}{text.visible(t)}{off}" if d else text.visible(t) for t, d in shown
   )

@@ -73,6 +73,16 @@ def tree_spec(
     raise InputError(str(e)) from None
 
 
+def named_tree(name: str) -> TreeSpec:
+  """kind[:nodes[:levels[:branch]]], a part left empty where it is default."""
+  kind, *sizes = name.split(":")
+  try:
+    numbers = [int(s) if s else None for s in sizes]
+    return tree_spec(kind, *numbers)
+  except (ValueError, TypeError) as e:
+    raise InputError(f"tree {name!r}: {e}") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
   """One decoded row: the request, its text and its figures."""

@@ -22,6 +22,7 @@ from eagle_jax.speculation.tree import TreeSpec
 DEFAULT_TARGET = gguf_target.DEFAULT
 SHIPPED = pathlib.Path(__file__).parent / "drafters"
 DEFAULT_DRAFTER = "smollm2-135m-eagle3"
+ACCEPTANCE = "acceptance.json"  # in a drafter folder, written by calibrate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,11 @@ def load_drafter(name: str, target: LoadedTarget, say) -> LoadedDrafter:
     say(
       f"note: drafter {name} was trained with another chat template than the"
       " target's; expect fewer accepted drafts"
+    )
+  if (folder / ACCEPTANCE).exists():
+    measured = hf_target.read_json(folder / ACCEPTANCE)
+    drafter = dataclasses.replace(
+      drafter, notes=drafter.notes | {"acceptance": measured}
     )
   return drafter
 

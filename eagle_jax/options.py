@@ -33,7 +33,7 @@ class DecodeOptions:
   raw: bool = False
   stop: Sequence[str] = ()
   method: str = "eagle"
-  tree: str = "dynamic"
+  tree: str = "auto"
   tree_nodes: int | None = None
   tree_levels: int | None = None
   tree_branch: int | None = None
@@ -137,6 +137,11 @@ def check(o: DecodeOptions) -> None:
     raise InputError(
       f"method {o.method!r} is unknown: use one of"
       f" {', '.join(generation.METHODS)}"
+    )
+  if o.tree not in ("auto", *generation.TREES):
+    raise InputError(
+      f"tree {o.tree!r} is unknown: use one of auto,"
+      f" {', '.join(generation.TREES)}"
     )
   if o.method == "plain" and o.compare:
     raise InputError("--compare compares with plain: use --method eagle")

@@ -1,36 +1,53 @@
-"""The shell of a `python -m` tool: flags in, one line and code 2 on refusal."""
+"""The shell of every command: flags in, one line and code 2 on refusal."""
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from eagle_jax.errors import InputError
 
+Work = Callable[[flags.FlagValues], None]
 
-def run(name: str, work: Callable[[flags.FlagValues], None]) -> None:
+
+def parse(name: str, values: flags.FlagValues, argv: Sequence[str]):
+  """What is left of the command line; exits where a flag cannot be read."""
+  try:
+    return values(argv)
+  except flags.Error as e:
+    print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(
+  name: str, work: Work, values: flags.FlagValues, argv: Sequence[str]
+) -> None:
+  """Do the work; an InputError is one line, with -v a traceback."""
+  verbose = values.verbosity > 0
+  # the libraries', not ours; absl's own setter would change the -v flag
+  logging.getLogger("absl").setLevel(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag: see {name} --help")
+    work(values)
+  except InputError as e:
+    if verbose:
+      raise
+    print(f"{name}: {e}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    sys.exit(130)  # what a shell expects of Ctrl-C
+
+
+def run(name: str, work: Work) -> None:
   """Parse the command line and do the work; never returns.
 
   Args:
-    name: of the tool, before each refusal.
-    work: gets the parsed flags; its InputError is printed without traceback.
+    name: of the command, before each refusal.
+    work: gets the parsed flags.
   """
-
-  def main(argv):
-    logging.set_verbosity(logging.WARNING)  # the libraries', not ours
-    try:
-      if len(argv) > 1:
-        raise InputError(f"{argv[1]!r} is not a flag")
-      work(flags.FLAGS)
-    except InputError as e:
-      print(f"{name}: {e}", file=sys.stderr)
-      sys.exit(2)
-
-  def parse(argv):
-    try:
-      return flags.FLAGS(argv)
-    except flags.Error as e:
-      print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
-      sys.exit(2)
-
-  app.run(main, flags_parser=parse)
+  app.run(
+    lambda argv: main(name, work, flags.FLAGS, argv),
+    flags_parser=lambda argv: parse(name, flags.FLAGS, argv),
+  )

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from eagle_jax import generation, loading, text
+from eagle_jax import choice, generation, loading, text
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
@@ -29,9 +29,11 @@ class Session:
       o.repetition_penalty,
       o.draft_noise,
     )
-    spec = generation.tree_spec(
-      o.tree, o.tree_nodes, o.tree_levels, o.tree_branch
-    )
+    sizes = (o.tree_nodes, o.tree_levels, o.tree_branch)
+    given = any(s is not None for s in sizes)
+    auto = o.tree == "auto" and not given and o.method == "eagle"
+    kind = "dynamic" if o.tree == "auto" else o.tree
+    spec = None if auto else generation.tree_spec(kind, *sizes)
     drafter = o.drafter
     default = loading.is_default(o.target)
     if o.method == "eagle" and drafter is None and not default:
@@ -47,17 +49,15 @@ class Session:
       found = loading.load_drafter(
         drafter or loading.DEFAULT_DRAFTER, target, say
       )
+    if auto:
+      spec = choice.spec(target, found, o.batch_size, say, o.verbose)
     make = lambda method: Generator(
       target, found, method, spec, o.batch_size, o.context, o.ignore_eos
     )
     self.generator = make(o.method)
     self.plain = make("plain") if o.compare else None
     self.tokenizer = target.tokenizer
-    self.piece = lambda i: (
-      str(i)
-      if target.tokenizer is None
-      else target.tokenizer.decode([i], skip_special_tokens=False)
-    )
+    self.piece = text.piece(target.tokenizer)
 
   def request(self, prompt, number: int, sample: int) -> tuple[Request, str]:
     """A request and the prompt's name in the output."""

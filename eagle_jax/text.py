@@ -84,6 +84,47 @@ def decoder(tokenizer) -> Callable[[Sequence[int]], str]:
   )
 
 
+@functools.cache
+def _byte_of() -> dict[str, int]:
+  """The characters by which byte-level tokenizers write bytes: printable
+  Latin-1 as itself, the other 68 from U+0100 on, in order."""
+  shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  hidden = [b for b in range(256) if b not in shown]
+  table = {chr(b): b for b in shown}
+  return table | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+
+def piece(tokenizer) -> Callable[[int], str]:
+  """id -> the text of that token alone; the number without a tokenizer.
+
+  Bytes that are no whole character come as lone surrogates (Python's
+  "surrogateescape"), so that the pieces of an answer still join to its text.
+  """
+
+  def one(i: int) -> str:
+    if tokenizer is None:
+      return str(i)
+    text = tokenizer.decode([i], skip_special_tokens=False)
+    if _BROKEN not in text:
+      return text
+    token = tokenizer.convert_ids_to_tokens(i)
+    if len(token) == 6 and token.startswith("<0x"):  # sentencepiece's
+      raw = bytes([int(token[3:5], 16)])
+    elif all(c in _byte_of() for c in token):
+      raw = bytes(_byte_of()[c] for c in token)
+    else:
+      return text
+    return raw.decode("utf-8", "surrogateescape")
+
+  return one
+
+
+def visible(text: str) -> str:
+  """Lone bytes of `piece` as \\xNN, so that any terminal can print them."""
+  raw = text.encode("utf-8", "surrogateescape")
+  return raw.decode("utf-8", "backslashreplace")
+
+
 def encode_messages(tokenizer, messages: Sequence[dict]) -> list[int]:
   """Chat messages -> prompt ids, ready for the assistant's answer."""
   if tokenizer is None:

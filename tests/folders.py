@@ -15,6 +15,7 @@ from absl import flags
 from safetensors.numpy import save_file
 
 from eagle_jax import generation
+from eagle_jax import script as shell
 from eagle_jax.checkpoints import drafters, tensors
 from eagle_jax.speculation import engine
 
@@ -157,12 +158,13 @@ def script(name: str) -> types.ModuleType:
   return module
 
 
-def call(module: types.ModuleType, *args: str) -> int:
-  """Run a script's parse and main on a command line; its exit code."""
-  for name in module.F:
-    module.F[name].unparse()
+def call(module: types.ModuleType, name: str, *args: str) -> int:
+  """Run a script's work on a command line as command `name`; its exit code."""
+  for flag in module.F:
+    module.F[flag].unparse()
   try:
-    module.main(module.parse([module.__name__, *args]))
+    left = shell.parse(name, module.F, [module.__name__, *args])
+    shell.main(name, module.run, module.F, left)
   except SystemExit as e:
     return e.code
   return 0

@@ -1,6 +1,7 @@
 """Figures against brute-force twins; a small run; refused suites."""
 
 import collections
+import importlib.util
 import json
 
 import folders
@@ -14,19 +15,24 @@ from eagle_jax.speculation.audit import Divergence
 from eagle_jax.speculation.engine import Engine
 
 DOCUMENTED = {
-  *("tau", "accept_by_depth", "tokens_per_s", "tokens", "prompts", "diverged"),
+  *("tau", "accept_by_depth", "tokens_per_s", "tokens", "answers", "prompts"),
+  "diverged",
   *("ratio_to_plain", "ratio_low", "ratio_high"),
 }
 MORE = {"tau_without_loops", "cycles", "near_ties"}
 
 
-def row(accept_lengths, seconds=1.0, tokens=None, divergence=None) -> Row:
+def row(
+  accept_lengths, seconds=1.0, tokens=None, divergence=None, question=0
+) -> Row:
   n = 1 + sum(a + 1 for a in accept_lengths)
   return Row(
     list(range(n)) if tokens is None else tokens,
     list(accept_lengths),
     seconds,
     divergence,
+    question,
+    seconds,
   )
 
 
@@ -65,12 +71,12 @@ def test_tau_without_loops_cuts_the_tail():
   assert measure.until_loop(ids) == 50
   # No draft accepted before the loop, 3 in each cycle inside it:
   accepts = [0] * 29 + [3] * 10
-  rows = [Row(ids, accepts, 1.0, None)]
+  rows = [Row(ids, accepts, 1.0, None, 0, 1.0)]
   assert measure.tau(rows) == 69 / 39
   # 49 tokens kept after prefill's: 29 cycles of one, five of four
   assert measure.tau(rows, loops=False) == 49 / 34
   # a cut inside a cycle counts the cycle and the tokens before the cut
-  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None)]
+  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None, 0, 1.0)]
   assert measure.tau(inside, loops=False) == 49 / (29 + 7)
   assert measure.tau([row([1, 1])], loops=False) == 2.0
 
@@ -105,8 +111,11 @@ def test_ratio():
   rng = np.random.default_rng(2)
   seconds = rng.uniform(0.5, 5, 20)  # prompts differ tenfold, the pairs little
   noise = rng.uniform(0.9, 1.1, 20)
-  plain = [row([0] * 9, s) for s in seconds]
-  twice = [row([0] * 9, s / 2 * e) for s, e in zip(seconds, noise, strict=True)]
+  plain = [row([0] * 9, s, question=q) for q, s in enumerate(seconds)]
+  twice = [
+    row([0] * 9, s / 2 * e, question=q)
+    for q, (s, e) in enumerate(zip(seconds, noise, strict=True))
+  ]
   value, low, high = measure.ratio(plain, twice)
   assert value == pytest.approx(
     sum(r.seconds for r in plain) / sum(r.seconds for r in twice)
@@ -118,6 +127,35 @@ def test_ratio():
   assert measure.ratio(plain, plain) == (1.0, 1.0, 1.0)
   one = measure.ratio([row([0], 3.0)], [row([0], 1.0)])
   assert one == pytest.approx((3, 3, 3))
+
+
+def test_intervals_resample_questions_not_turns():
+  """Many turns of one question are one draw: the interval does not shrink."""
+  rng = np.random.default_rng(3)
+  speeds = rng.uniform(1, 3, 8)
+  make = lambda turns, s: [
+    row([0] * 9, 1 / v if s else 1.0, question=q)
+    for q, v in enumerate(speeds)
+    for _ in range(turns)
+  ]
+  once = measure.ratio(make(1, False), make(1, True))
+  often = measure.ratio(make(9, False), make(9, True))
+  np.testing.assert_allclose(often, once)
+  # and the twin, by hand: draw questions, sum their tokens and seconds
+  draws = np.random.default_rng(0).integers(0, 8, (measure.DRAWS, 8))
+  got = sorted(8 / sum(1 / speeds[q] for q in draw) for draw in draws)
+  assert once[1] == pytest.approx(np.percentile(got, 2.5))
+  # order of the rows does not pair other questions
+  assert measure.ratio(make(1, False), make(1, True)[::-1]) == once
+
+
+def test_tau_difference_is_paired():
+  a = [row([n], question=n) for n in range(4)]
+  value, low, high = measure.tau_difference(a, a)
+  assert (value, low, high) == (0, 0, 0)
+  b = [row([n + 1], question=n) for n in range(4)]
+  assert measure.tau_difference(a, b) == (1, 1, 1)
+  assert measure.tau_interval(b)[0] == measure.tau(b)
 
 
 def test_ratio_counts_tokens_and_seconds():
@@ -141,7 +179,8 @@ def test_summary_has_the_documented_fields():
   assert out["plain"]["ratio_to_plain"] == 1.0
   chain = out["chain"]
   assert (chain["tau"], chain["accept_by_depth"]) == (2.0, [1.0])
-  assert (chain["tokens"], chain["cycles"], chain["prompts"]) == (6, 2, 2)
+  assert (chain["tokens"], chain["cycles"]) == (6, 2)
+  assert (chain["answers"], chain["prompts"]) == (2, 1)
   assert (chain["tokens_per_s"], chain["ratio_to_plain"]) == (3.0, 2.0)
   assert chain["diverged"] == 1  # the near tie is excused, and listed
   assert [d["excused"] for d in chain["near_ties"]] == [True, False]
@@ -227,6 +266,7 @@ def test_a_run_over_two_suites(
   methods = ["plain", "chain", "static", "dynamic"]
   code = folders.call(
     bench,
+    "bench",
     *("--target", models.target, "--drafter", models.drafter),
     suite("one", ["abc", "def"], ["ghi"]),
     suite("two", ["jkl"], first=20),
@@ -237,18 +277,18 @@ def test_a_run_over_two_suites(
   assert code == 0, err
   figures = json.loads((tmp_path / "out" / "bench.json").read_text())
   assert list(figures["suites"]) == ["one", "two"]
-  for name, prompts in (("one", 3), ("two", 1)):
+  for name, answers, prompts in (("one", 3, 2), ("two", 1, 1)):
     assert list(figures["suites"][name]) == methods
     for f in figures["suites"][name].values():
       assert set(f) == DOCUMENTED | MORE
-      assert f["prompts"] == prompts
+      assert (f["answers"], f["prompts"]) == (answers, prompts)
       assert f["diverged"] == 0
       assert f["tokens"] == figures["suites"][name]["plain"]["tokens"]
   assert out == (tmp_path / "out" / "bench.md").read_text()
   assert out.count("\n| one |") == out.count("\n| two |") == 4
   assert not list((tmp_path / "out").glob("*.part"))
   # Every method answered the same prompts with the same tokens.
-  answers = {}
+  said_by = {}
   for number, turn in ((10, 0), (10, 1), (11, 0)):
     found = [
       (kind, tuple(r.prompt_ids), tuple(x.token_ids))
@@ -257,13 +297,13 @@ def test_a_run_over_two_suites(
     ]
     assert {kind for kind, _, _ in found} == set(methods)
     assert len({f[1:] for f in found}) == 1
-    answers[number, turn] = found[0][1:]
+    said_by[number, turn] = found[0][1:]
   # The second turn continues the conversation.
-  prompt, tokens = answers[10, 0]
+  prompt, tokens = said_by[10, 0]
   said = [t for t in tokens if t >= len(folders.SPECIAL)]
   after = [folders.END, folders.USER, *folders.ids_of("def")]
   after += [folders.END, folders.ASSISTANT]
-  assert list(answers[10, 1][0]) == [*prompt, *said, *after]
+  assert list(said_by[10, 1][0]) == [*prompt, *said, *after]
 
 
 @pytest.mark.parametrize(
@@ -282,12 +322,13 @@ def test_a_run_over_two_suites(
     (["--suite=a/x.jsonl", "--suite=b/x.jsonl"], "same file name"),
     (["--target=./none", "--drafter=./none"], "'./none' is not a folder"),
     (["--metods=a"], "Did you mean: methods"),
-    (["prompt"], "'prompt' is not a flag"),
+    (["prompt"], "'prompt' is not a flag: see bench --help"),
   ],
 )
 def test_refused(bench, models, args, word, tmp_path, capsys):
   code = folders.call(
     bench,
+    "bench",
     *("--target", models.target, "--drafter", models.drafter),
     *("--out", str(tmp_path / "out")),
     *args,
@@ -300,10 +341,73 @@ def test_refused(bench, models, args, word, tmp_path, capsys):
   assert not (tmp_path / "out").exists()
 
 
+def test_a_turn_past_the_context_is_left_out_and_said(
+  bench, models, suite, tmp_path, capsys, monkeypatch
+):
+  folders.share_programs(monkeypatch)
+  code = folders.call(
+    bench,
+    "bench",
+    *("--target", models.target, "--methods", "plain"),
+    suite("long", ["abc", "x" * 300, "y"], ["def"]),
+    *("--max_new_tokens", "8", "--out", str(tmp_path / "out")),
+  )
+  out, err = capsys.readouterr()
+  assert code == 0, err
+  figures = json.loads((tmp_path / "out" / "bench.json").read_text())
+  assert figures["turns_left_out"] == {"long": 2}
+  assert figures["suites"]["long"]["plain"]["answers"] == 2
+  assert "long: 2 later turns did not fit the context and were left out" in out
+
+
+def test_transformers_gives_the_same_greedy_tokens(
+  bench, models, suite, tmp_path, capsys, monkeypatch
+):
+  pytest.importorskip("torch")
+  folders.share_programs(monkeypatch)
+  code = folders.call(
+    bench,
+    "bench",
+    *("--target", models.target, "--methods", "plain,transformers"),
+    suite("one", ["abc"], ["def ghi"]),
+    *("--max_new_tokens", "8", "--out", str(tmp_path / "out")),
+  )
+  out, err = capsys.readouterr()
+  assert code == 0, err
+  figures = json.loads((tmp_path / "out" / "bench.json").read_text())
+  peer = figures["suites"]["one"]["transformers"]
+  assert peer["diverged"] == 0
+  assert peer["near_ties"] == []
+  assert peer["tokens"] == figures["suites"]["one"]["plain"]["tokens"] == 16
+  assert peer["tau"] is None
+  value, low, high = figures["plain_to_transformers"]["one"]
+  assert value == pytest.approx(1 / peer["ratio_to_plain"])
+  assert low <= value <= high
+  assert f"| one | plain / transformers | | | | {value:.2f} |" in out
+
+
+def test_transformers_needs_torch(bench, models, tmp_path, capsys, monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util, "find_spec", lambda n: None if n == "torch" else find(n)
+  )
+  code = folders.call(
+    bench,
+    "bench",
+    *("--target", models.target, "--methods", "plain,transformers"),
+    *("--out", str(tmp_path / "out")),
+  )
+  err = capsys.readouterr().err
+  assert code == 2
+  assert err.startswith("bench: method 'transformers' needs torch")
+  assert err.count("\n") == 1
+
+
 def test_out_must_be_a_folder(bench, models, suite, tmp_path, capsys):
   (tmp_path / "file").write_text("kept")
   code = folders.call(
     bench,
+    "bench",
     *("--target", models.target, "--methods", "plain", suite("s", ["a"])),
     *("--out", str(tmp_path / "file")),
   )

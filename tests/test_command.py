@@ -58,7 +58,9 @@ def run(decode, models, capsys, tmp_path):
     out.unlink(missing_ok=True)
     given = ["--target", target, "--output", str(out)]
     given += ["--drafter", drafter] if drafter else []
-    code = folders.call(decode, *given, "--max_new_tokens=24", *args)
+    code = folders.call(
+      decode, "decode.py", *given, "--max_new_tokens=24", *args
+    )
     stdout, stderr = capsys.readouterr()
     assert code == 0, stderr
     assert re.fullmatch(FIGURES, stderr.splitlines()[-1]), stderr
@@ -282,13 +284,13 @@ def test_config_file(run, tmp_path):
 
 def _flags(*args):
   module = folders.script("decode")
-  module.parse(["decode.py", *args])
+  module.F(["decode.py", *args])
   return module.F
 
 
 def test_options_are_the_flags():
   module = folders.script("decode")
-  module.parse(["decode.py"])
+  module.F(["decode.py"])
   o = options.from_flags(module.F, False)
   assert o == DecodeOptions()
   names = set(DecodeOptions.__dataclass_fields__) - {"verbose"}
@@ -319,7 +321,7 @@ def chat(models, monkeypatch, capsys):
         DecodeOptions(
           target=models.target,
           drafter=models.drafter,
-          **{"max_new_tokens": 12} | options,
+          **{"max_new_tokens": 12, "tree": "dynamic"} | options,
         )
       )
     return *capsys.readouterr(), asked, given
@@ -411,7 +413,7 @@ def refused(decode, models, capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     given = ["--target", target, "--output", str(out)]
     given += ["--drafter", drafter] if drafter else []
-    code = folders.call(decode, *given, *args)
+    code = folders.call(decode, "decode.py", *given, *args)
     stdout, stderr = capsys.readouterr()
     assert (code, stdout) == (2, "")
     assert stderr.startswith("decode.py: ")
@@ -431,7 +433,7 @@ HI = ("--prompt", "hi")
   [
     (["--promt", "hi"], ["promt", "Did you mean", "prompt"]),
     (["--temperature", "hot"], ["temperature", "hot"]),
-    (["hello"], ["'hello' is not a flag", "--prompt"]),
+    (["hello"], ["'hello' is not a flag", "decode.py --help"]),
     ([*HI, "--prompt_ids", "1"], ["--prompt and --prompt_ids exclude"]),
     ([*HI, "--prompts_file", "x"], ["--prompt and --prompts_file exclude"]),
     (["--prompt", ""], ["--prompt is empty"]),
@@ -458,7 +460,10 @@ HI = ("--prompt", "hi")
     ([*HI, "--num_samples=0"], ["num_samples 0 must be at least 1"]),
     ([*HI, "--seed=-1"], ["seed -1 must be from 0"]),
     ([*HI, "--method=fast"], ["method 'fast'", "eagle, plain"]),
-    ([*HI, "--tree=big"], ["tree 'big'", "dynamic, static, uniform, chain"]),
+    (
+      [*HI, "--tree=big"],
+      ["tree 'big'", "auto, dynamic, static, uniform, chain"],
+    ),
     ([*HI, "--dtype=int8"], ["dtype 'int8' must be float32 or bfloat16"]),
     (
       [*HI, "--tree=static", "--tree_nodes=26"],

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from eagle_jax import drawing
+from eagle_jax import drawing, text
 
 WORDS = [" the", " sky", " sea", " is", " was", "\n"]
 
@@ -120,3 +120,34 @@ def test_marked(accept_lengths, colour, wanted):
 def test_marked_refuses_lengths_that_do_not_add_up():
   with pytest.raises(ValueError, match=r"shorter|longer"):
     drawing.marked([1, 2, 3], [0], str, False)
+
+
+def test_tokens_that_are_part_of_a_character_show_bytes():
+  """A byte-level and a sentencepiece-like tokenizer, both really tokenising."""
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+  from transformers import PreTrainedTokenizerFast
+
+  level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  alphabet = sorted(level.alphabet())
+  made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+  made.pre_tokenizer, made.decoder = level, decoders.ByteLevel()
+  bytewise = PreTrainedTokenizerFast(tokenizer_object=made)
+  names = {f"<0x{b:02X}>": b for b in range(256)}
+  made = Tokenizer(models.BPE(names, [], byte_fallback=True))
+  made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+  fallback = PreTrainedTokenizerFast(tokenizer_object=made)
+  for tokenizer in (bytewise, fallback):
+    piece = text.piece(tokenizer)
+    ids = tokenizer("a’é", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 6  # 1 + 3 + 2 bytes
+    assert [text.visible(piece(i)) for i in ids] == [
+      *("a", r"\xe2", r"\x80", r"\x99", r"\xc3", r"\xa9")
+    ]
+    assert drawing.marked(ids, [4], piece, False) == "a‹’›‹\\xc3›\\xa9"
+    assert drawing.marked(ids, [0] * 5, piece, False) == "a’é"
+    d = drawn([(1, 0, 0.5)], [1, 2])
+    lines = drawing.tree(d, lambda i, of=piece, to=ids: of(to[i])).split("\n")
+    assert lines[1] == r"└─ '\xe2' 0.50 *"
+    assert lines[2].endswith(r"the target's own '\x80'")
+    assert text.visible(piece(ids[0])) == "a"
+  assert text.piece(None)(7) == "7"

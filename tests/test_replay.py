@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle_jax import Sampling, loading
+from eagle_jax import Sampling, generation, loading
 from eagle_jax.bench import replay
 from eagle_jax.speculation import tree
 from eagle_jax.speculation.engine import Engine
@@ -65,7 +65,7 @@ def test_answers_are_kept_and_keyed_by_what_made_them(tmp_path, monkeypatch):
   ],
 )
 def test_tree_names(name, want):
-  assert replay.parse_tree(name) == want
+  assert generation.named_tree(name) == want
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_tree_names(name, want):
 )
 def test_bad_tree_names(name):
   with pytest.raises(replay.InputError, match=name):
-    replay.parse_tree(name)
+    generation.named_tree(name)
 
 
 def test_known_tokens_end_a_replay_exactly():

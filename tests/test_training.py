@@ -166,6 +166,7 @@ def test_another_tokenizer_does_not_resume(run):
   ("change", "word"),
   [
     ({"kind": "medusa"}, "kind 'medusa' is unknown"),
+    ({"inputs": "both"}, "inputs 'both' is unknown"),
     ({"schedule": "step"}, "schedule 'step' is unknown"),
     ({"data": ()}, "no data given"),
     ({"heldout": ()}, "no heldout given"),

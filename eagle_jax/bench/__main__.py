@@ -1,29 +1,31 @@
 """python -m eagle_jax.bench --suite FILE --methods plain,dynamic --out DIR"""
 
-import datetime
-import importlib.metadata
 import json
 import pathlib
-import platform
 import sys
 
-import jax
 import tqdm
-from absl import app, flags, logging
+from absl import flags
 
-from eagle_jax import generation, loading
-from eagle_jax.bench import measure, suites
+from eagle_jax import choice, generation, loading, machine, script
+from eagle_jax.bench import measure, peer, suites
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
+from eagle_jax.speculation.requests import Request
 
 F = flags.FLAGS
-METHODS = ("plain", "chain", "static", "uniform", "dynamic")
+METHODS = (
+  *("plain", "chain", "static", "uniform", "dynamic", "auto"),
+  "transformers",
+)
 flags.DEFINE_multi_string(
   "suite", [], "question.jsonl file; default: the shipped 24 prompts."
 )
 flags.DEFINE_list(
-  "methods", ["plain", "chain", "dynamic"], f"Of {', '.join(METHODS)}."
+  "methods",
+  ["plain", "chain", "dynamic"],
+  f"Of {', '.join(METHODS)}, or trees as kind:nodes:levels:branch.",
 )
 flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")
 flags.DEFINE_integer("turns", 0, "Turns asked of each prompt; 0 = all.")
@@ -63,10 +65,22 @@ def table(figures: dict) -> str:
         f" {number(f.get('ratio_to_plain'))} | {span} | {depth} |"
         f" {f['diverged']} |"
       )
-  return "\n".join(lines)
+    if "transformers" in methods and "plain" in methods:
+      value, low, high = figures["plain_to_transformers"][suite]
+      lines.append(
+        f"| {suite} | plain / transformers | | | | {value:.2f} |"
+        f" {low:.2f}-{high:.2f} | | |"
+      )
+  notes = [
+    f"{suite}: {n} later turn{'s' if n > 1 else ''} did not fit the context"
+    " and were left out."
+    for suite, n in figures["turns_left_out"].items()
+    if n
+  ]
+  return "\n".join(lines + (["", *notes] if notes else []))
 
 
-def _specs(methods: list[str]) -> dict:
+def _specs(F: flags.FlagValues) -> dict:
   """Method -> tree; a size flag goes to the trees that take it."""
   takes = {
     "chain": ("levels",),
@@ -75,16 +89,19 @@ def _specs(methods: list[str]) -> dict:
     "dynamic": ("nodes", "levels", "branch"),
   }
   sizes = {n: F[f"tree_{n}"].value for n in ("nodes", "levels", "branch")}
-  specs = {}
+  specs, methods = {}, F.methods
   if not methods:
     raise InputError(f"no methods: use some of {', '.join(METHODS)}")
   for name in methods:
+    if ":" in name:
+      specs[name] = generation.named_tree(name)
+      continue
     if name not in METHODS:
       raise InputError(
         f"method {name!r} is unknown: use some of {', '.join(METHODS)}"
       )
-    if name == "plain":
-      specs[name] = None
+    if name in ("plain", "transformers", "auto"):
+      specs[name] = None  # auto: chosen once the models are loaded
     else:
       specs[name] = generation.tree_spec(
         name, **{n: sizes[n] for n in takes[name]}
@@ -92,7 +109,7 @@ def _specs(methods: list[str]) -> dict:
   return specs
 
 
-def run() -> None:
+def run(F: flags.FlagValues) -> None:
   files = [pathlib.Path(f) for f in F.suite] or [suites.SHIPPED]
   names = [f.stem for f in files]
   if len(set(names)) != len(names):
@@ -111,7 +128,7 @@ def run() -> None:
   asked = {
     n: suites.read(f, F.limit) for n, f in zip(names, files, strict=True)
   }
-  specs = _specs(F.methods)
+  specs = _specs(F)
   out = pathlib.Path(F.out)
 
   say = lambda line: print(line, file=sys.stderr, flush=True)
@@ -120,15 +137,28 @@ def run() -> None:
     F.target, F.dtype or loading.default_dtype(), say
   )
   drafter = None
-  if set(F.methods) != {"plain"}:
+  if set(F.methods) - {"plain", "transformers"}:
     if F.drafter is None and not loading.is_default(F.target):
       raise InputError(f"no drafter for target {F.target!r}: give --drafter")
     drafter = loading.load_drafter(
       F.drafter or loading.DEFAULT_DRAFTER, target, say
     )
+  if "auto" in specs:
+    specs["auto"] = choice.spec(target, drafter, 1, say, verbose=True)
   generators = {
     name: Generator(target, drafter, "eagle" if spec else "plain", spec)
     for name, spec in specs.items()
+    if name != "transformers"
+  }
+  if not generators:
+    raise InputError(
+      "methods 'transformers' alone measures no EAGLE: add plain"
+    )
+  methods = {
+    name: peer.Transformers(target, say)
+    if name == "transformers"
+    else generators[name]
+    for name in specs
   }
   try:
     out.mkdir(parents=True, exist_ok=True)
@@ -136,13 +166,7 @@ def run() -> None:
     raise InputError(
       f"out {F.out!r} cannot be made a folder ({e.strerror})"
     ) from None
-  figures = {
-    "date": datetime.date.today().isoformat(),
-    "device": f"{jax.devices()[0].device_kind} x{jax.device_count()}",
-    "host": f"{platform.machine()}, {platform.system()}",
-    "versions": {
-      p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax")
-    },
+  figures = machine.facts() | {
     "target": F.target,
     "drafter": F.drafter or loading.DEFAULT_DRAFTER,
     "dtype": target.config.dtype,
@@ -159,6 +183,8 @@ def run() -> None:
       if s
     },
     "suites": {},
+    "turns_left_out": {},
+    "plain_to_transformers": {},
   }
 
   def write() -> None:
@@ -174,17 +200,20 @@ def run() -> None:
   for name, questions in asked.items():
     # Warm up: compiles what the longest prompt needs and touches all weights.
     longest = max(questions, key=lambda q: sum(map(len, q.turns)))
-    for generator in generators.values():
-      generator.generate([longest.turns[0]], max_new_tokens=F.max_new_tokens)
+    ids = next(iter(generators.values())).encode(longest.turns[0])
+    warm = Request(ids, F.max_new_tokens, sampling, F.seed)
+    for method in methods.values():
+      method.run([warm], [""])
     asks = sum(len(q.turns[: F.turns or None]) for q in questions)
-    with tqdm.tqdm(total=asks * len(generators), unit="answer") as bar:
+    with tqdm.tqdm(total=asks * len(methods), unit="answer") as bar:
 
       def progress(method, index, bar=bar, name=name):
         bar.set_description(f"{name} {index + 1} {method}", refresh=False)
         bar.update()
 
-      rows = measure.run(
-        generators,
+      rows, left_out = measure.run(
+        methods,
+        next(iter(generators.values())),
         questions,
         sampling,
         F.max_new_tokens,
@@ -193,29 +222,15 @@ def run() -> None:
         progress,
       )
     figures["suites"][name] = measure.summary(rows)
+    figures["turns_left_out"][name] = left_out
+    if "transformers" in rows and "plain" in rows:
+      figures["plain_to_transformers"][name] = measure.ratio(
+        rows["transformers"], rows["plain"]
+      )
     write()
   print(table(figures))
   say(f"written: {out / 'bench.md'}, {out / 'bench.json'}")
 
 
-def main(argv):
-  logging.set_verbosity(logging.WARNING)
-  try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag")
-    run()
-  except InputError as e:
-    print(f"bench: {e}", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse(argv):
-  try:
-    return F(argv)
-  except flags.Error as e:
-    print(f"bench: {' '.join(str(e).split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse)
+  script.run("bench", run)

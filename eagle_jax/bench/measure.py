@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +14,15 @@ from eagle_jax.speculation.audit import Divergence
 from eagle_jax.speculation.requests import Request, cut_cycles
 
 LOOP = 20  # an n-gram of that many tokens seen twice is a looping tail
+DRAWS = 2000  # of every bootstrap
+
+
+class Method(Protocol):
+  """What can be measured: a `Generator`, or another engine's generate."""
+
+  def run(
+    self, requests: Sequence[Request], prompts: Sequence[str]
+  ) -> list[Answer]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +30,16 @@ class Row:
   """One answer of one method.
 
   accept_lengths: one a cycle. divergence: None where plain decoding gave the
-  same tokens, or was not asked.
+  same tokens, or was not asked. question: index of the prompt; its turns are
+  resampled together. decode_seconds: after prefill.
   """
 
   tokens: list[int]
   accept_lengths: list[int]
   seconds: float
   divergence: Divergence | None
+  question: int
+  decode_seconds: float
 
 
 def until_loop(ids: Sequence[int], n: int = LOOP) -> int:
@@ -44,54 +57,80 @@ def until_loop(ids: Sequence[int], n: int = LOOP) -> int:
 
 
 def run(
-  generators: dict[str, Generator],
+  methods: dict[str, Method],
+  first: Generator,
   questions: Sequence[Question],
   sampling: Sampling,
   max_new_tokens: int,
   seed: int,
   turns: int,
   progress: Callable[[str, int], None],
-) -> dict[str, list[Row]]:
+) -> tuple[dict[str, list[Row]], int]:
   """Ask every question of every method.
 
   Later turns continue the conversation of the first method, so that all
-  methods answer the same prompts.
+  methods answer the same prompts. A later turn that no longer fits the
+  context is left out, and so are those after it.
 
   Args:
-    generators: the baseline "plain" first where it is among them.
+    methods: the baseline "plain" first where it is among them.
+    first: encodes the prompts; its context is everybody's.
     turns: turns of a question that are asked (0 = all).
     progress: called with a method and a question's index as each begins.
+
+  Returns:
+    rows by method, and how many turns did not fit.
   """
-  rows: dict[str, list[Row]] = {name: [] for name in generators}
-  first = next(iter(generators.values()))
+  rows: dict[str, list[Row]] = {name: [] for name in methods}
+  left_out = 0
   for index, question in enumerate(questions):
     messages: list[dict] = []
-    for turn, line in enumerate(question.turns[: turns or None]):
+    asked = question.turns[: turns or None]
+    for turn, line in enumerate(asked):
       messages.append({"role": "user", "content": line})
       ids = text.encode_messages(first.target.tokenizer, messages)
+      if turn and len(ids) >= first.engine.context:
+        left_out += len(asked) - turn
+        break
       request = Request(
         ids, max_new_tokens, sampling, seed, question.number, turn
       )
       answers: dict[str, Answer] = {}
       # Who goes first moves on, so that warm caches favour nobody.
-      names = list(generators)
+      names = list(methods)
       shift = (index + turn) % len(names)
       for name in names[shift:] + names[:shift]:
         progress(name, index)
-        answers[name] = generators[name].run([request], [line])[0]
+        answers[name] = methods[name].run([request], [line])[0]
       for name, answer in answers.items():
         diverged = None
-        if name != "plain" and "plain" in answers:
+        # Another engine draws its samples with other dice.
+        same_dice = isinstance(methods[name], Generator)
+        comparable = same_dice or not sampling.temperature
+        if name != "plain" and "plain" in answers and comparable:
           diverged = generation.divergence(
-            generators["plain"], answers["plain"], answer
+            methods["plain"], answers["plain"], answer
           )
         r = answer.result
         rows[name].append(
-          Row(r.token_ids, r.accept_lengths, r.seconds, diverged)
+          Row(
+            r.token_ids,
+            r.accept_lengths,
+            r.seconds,
+            diverged,
+            index,
+            r.decode_seconds,
+          )
         )
       reply = answers[names[0]].text
       messages.append({"role": "assistant", "content": reply})
-  return rows
+  return rows, left_out
+
+
+def _kept(row: Row, loops: bool) -> tuple[int, int]:
+  """(tokens, cycles) of a row, prefill's token in neither."""
+  kept = len(row.tokens) if loops else until_loop(row.tokens)
+  return max(kept - 1, 0), len(cut_cycles(row.accept_lengths, kept - 1))
 
 
 def tau(rows: Sequence[Row], loops: bool = True) -> float | None:
@@ -100,11 +139,9 @@ def tau(rows: Sequence[Row], loops: bool = True) -> float | None:
   Args:
     loops: False cuts each answer where it begins to loop.
   """
-  tokens = cycles = 0
-  for row in rows:
-    kept = len(row.tokens) if loops else until_loop(row.tokens)
-    tokens += max(kept - 1, 0)
-    cycles += len(cut_cycles(row.accept_lengths, kept - 1))
+  tokens, cycles = (
+    sum(x) for x in zip((0, 0), *(_kept(r, loops) for r in rows), strict=True)
+  )
   return tokens / cycles if cycles else None
 
 
@@ -115,26 +152,66 @@ def accept_by_depth(rows: Sequence[Row]) -> list[float]:
   return [float(np.mean(lengths[lengths >= i] > i)) for i in range(top)]
 
 
+def by_question(
+  rows: Sequence[Row], values: Callable[[Row], Sequence[float]]
+) -> np.ndarray:
+  """[questions, values]: each question's sums over its turns."""
+  sums: dict[int, np.ndarray] = {}
+  for row in rows:
+    value = np.asarray(values(row), float)
+    sums[row.question] = sums.get(row.question, 0) + value
+  return np.stack([sums[q] for q in sorted(sums)])
+
+
+def bootstrap(
+  sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray], seed: int = 0
+) -> tuple[float, float, float]:
+  """A figure of sums over questions: its value, and a 95% interval.
+
+  Whole questions are resampled, with all that was measured of them, so that
+  turns of one conversation are never taken for independent.
+
+  Args:
+    sums: [questions, values]. figure: [..., values] -> [...].
+  """
+  n = len(sums)
+  index = np.random.default_rng(seed).integers(0, n, (DRAWS, n))
+  low, high = np.nanpercentile(figure(sums[index].sum(1)), [2.5, 97.5])
+  return float(figure(sums.sum(0))), float(low), float(high)
+
+
+def tau_interval(rows: Sequence[Row]) -> tuple[float, float, float]:
+  """tau and its 95% interval."""
+  sums = by_question(rows, lambda r: _kept(r, True))
+  return bootstrap(sums, lambda s: s[..., 0] / s[..., 1])
+
+
+def tau_difference(
+  a: Sequence[Row], b: Sequence[Row]
+) -> tuple[float, float, float]:
+  """tau of `b` less tau of `a` on the same questions, and its interval."""
+  pair = [by_question(rows, lambda r: _kept(r, True)) for rows in (a, b)]
+  return bootstrap(
+    np.concatenate(pair, axis=1),
+    lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1],
+  )
+
+
 def ratio(
-  plain: Sequence[Row], other: Sequence[Row], seed: int = 0
+  plain: Sequence[Row], other: Sequence[Row]
 ) -> tuple[float, float, float]:
   """Speed of `other` over `plain`: value, and a 95% paired bootstrap.
 
-  Both are tokens over seconds, summed; prompts are resampled in pairs.
+  Both are tokens over seconds, summed; questions are resampled in pairs.
   """
-  n = np.array([[len(r.tokens) for r in rows] for rows in (plain, other)])
-  s = np.array([[r.seconds for r in rows] for rows in (plain, other)])
-
-  def speed(index) -> np.ndarray:
-    picked_n, picked_s = n[:, index], s[:, index]
-    rate = picked_n.sum(-1) / picked_s.sum(-1)
-    return rate[1] / rate[0]
-
-  draws = np.random.default_rng(seed).integers(
-    0, n.shape[1], (2000, n.shape[1])
+  pair = [
+    by_question(rows, lambda r: (len(r.tokens), r.seconds))
+    for rows in (plain, other)
+  ]
+  return bootstrap(
+    np.concatenate(pair, axis=1),
+    lambda s: s[..., 2] / s[..., 3] / (s[..., 0] / s[..., 1]),
   )
-  low, high = np.percentile(speed(draws), [2.5, 97.5])
-  return float(speed(np.arange(n.shape[1]))), float(low), float(high)
 
 
 def summary(rows: dict[str, list[Row]]) -> dict[str, dict]:
@@ -150,7 +227,8 @@ def summary(rows: dict[str, list[Row]]) -> dict[str, dict]:
       "tokens_per_s": tokens / sum(r.seconds for r in mine),
       "tokens": tokens,
       "cycles": sum(len(r.accept_lengths) for r in mine),
-      "prompts": len(mine),
+      "answers": len(mine),
+      "prompts": len({r.question for r in mine}),
       "diverged": sum(not d.excused for d in found),
       "near_ties": [dataclasses.asdict(d) for d in found],
     }

@@ -20,20 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from eagle_jax import generation, loading, script, text
+from eagle_jax import generation, loading, machine, script, text
 from eagle_jax.bench import measure, suites
 from eagle_jax.bench.measure import Row
+from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
-from eagle_jax.speculation import decoding, verify
+from eagle_jax.speculation import decoding, engine
 from eagle_jax.speculation import state as states
 from eagle_jax.speculation.requests import Request
 from eagle_jax.speculation.state import DecodeState, Models
-from eagle_jax.speculation.tree import TreeSpec
+from eagle_jax.speculation.tree import Tree, TreeSpec
+
+READ_ROWS = 4  # of known sequences that the target reads together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,33 @@ def _extended(
   )
 
 
+def _accept(
+  m: Models, state: DecodeState, tree: Tree, live: jax.Array
+) -> jax.Array:
+  """accept_length int32[B] of the walk along the known tokens.
+
+  `verify.walk` with the target's decisions known, so that no logits are made:
+
+    known after the root   7 9 4      tree  7 - 9      accept_length 2
+                                            8
+  """
+  rows = jnp.arange(live.shape[0])
+  node, length = 0 * state.length, 0 * state.length
+  room = state.limit - state.length - 1
+  for step in range(m.spec.levels):
+    token = state.tokens[rows, state.length + step + 1]
+    child = (
+      (tree.parent == node[:, None])
+      & (tree.tokens == token[:, None])
+      & tree.valid
+    )
+    child = child.at[:, 0].set(False)  # the root is its own parent
+    live &= child.any(-1) & ~m.ends[token] & (step + 1 < room)
+    node = jnp.where(live, jnp.argmax(child, -1), node)
+    length += live
+  return length
+
+
 def _cycle(
   m: Models, state: DecodeState, features: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
@@ -73,46 +103,22 @@ def _cycle(
   Returns:
     the new state, accept_length int32[B].
   """
-  L, V = m.spec.levels, m.ends.shape[0]
-  B = state.length.shape[0]
+  L = m.spec.levels
   live = ~state.finished
-  tree = decoding.grow(m, state)
-
-  def logits_at(node):
-    level = tree.level[jnp.arange(B), node]
-    at = state.length + level + 1
-    known = jnp.take_along_axis(state.tokens, at[:, None], axis=1)[:, 0]
-    return jax.nn.one_hot(known, V)
-
-  greedy = jax.tree.map(jnp.zeros_like, state.sampling).replace(
-    repetition_penalty=jnp.ones(B)
-  )
-  accepted = verify.walk(
-    tree,
-    L,
-    logits_at,
-    state.seen,
-    greedy,
-    state.seeds,
-    state.length,
-    state.limit - state.length - 1,
-    m.ends,
-    live,
-  )
-  length = state.length + jnp.where(live, accepted.length + 1, 0)
+  accept = _accept(m, state, decoding.grow(m, state), live)
+  length = state.length + jnp.where(live, accept + 1, 0)
   window = jax.vmap(lambda a, n: jax.lax.dynamic_slice_in_dim(a, n, L + 1))
   state = _extended(
     m,
     state,
     window(features, state.length),
     window(state.tokens, state.length + 1),
-    accepted.length,
+    accept,
     length,
   )
-  return state, accepted.length
+  return state, accept
 
 
-@functools.partial(jax.jit, static_argnames="prompt_width")
 def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
   """Drafter prefill, then all cycles; (accept_lengths, cycles) [B, width]."""
   state = _extended(
@@ -145,17 +151,43 @@ def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
   return accepts, cycles
 
 
-@jax.jit
 def _read(m: Models, tokens):
-  """What the drafter reads of one sequence [1, width]."""
+  """(what the drafter reads, final features) of sequences [B, width]."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   out, _ = m.target.apply(
     {"params": m.target_params},
     tokens,
-    jnp.arange(tokens.shape[1])[None],
+    positions,
     masks.Attend(own=masks.Causal()),
     None,
   )
-  return decoding.drafter_reads(m, out)
+  return decoding.drafter_reads(m, out), out.feature
+
+
+@functools.cache
+def _compiled(which: str):
+  """A jitted function under the compiler options of decoding."""
+  made, static = {"replay": (_replay, "prompt_width"), "read": (_read, None)}[
+    which
+  ]
+  return jax.jit(
+    made, static_argnames=static, compiler_options=engine.compiler_options()
+  )
+
+
+def read(m: Models, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
+  """`_read` of a few rows at a time: attention holds [rows, N, width, width].
+
+  Args:
+    tokens: int32[B, width], the rows right-padded.
+  """
+  B = len(tokens)
+  padded = np.pad(tokens, ((0, -B % READ_ROWS), (0, 0)))
+  parts = [
+    _compiled("read")(m, padded[i : i + READ_ROWS])
+    for i in range(0, len(padded), READ_ROWS)
+  ]
+  return tuple(jnp.concatenate(p)[:B] for p in zip(*parts, strict=True))
 
 
 def replay(
@@ -165,43 +197,75 @@ def replay(
   specs: dict[str, TreeSpec],
   batch_size: int,
 ) -> dict[str, list[Row]]:
-  """Rows (without seconds) of each tree, for `measure.tau`."""
-  rows: dict[str, list[Row]] = {name: [] for name in specs}
-  for at in range(0, len(known.requests), batch_size):
-    requests = known.requests[at : at + batch_size]
-    answers = known.answers[at : at + batch_size]
-    B = len(requests)
-    prompts = np.array([len(r.prompt_ids) for r in requests], np.int32)
-    ends = prompts + np.array([len(a) for a in answers], np.int32)
+  """Rows (without seconds) of each tree, for `measure.tau`.
+
+  Prompts go side by side with others of about their length, since a batch
+  runs until its last row ends. A short last batch is filled with rows that
+  are finished from the start, so that it compiles nothing anew.
+  """
+  n = len(known.requests)
+  rows: dict[str, list] = {name: [None] * n for name in specs}
+  models = {
+    name: loading.models(target, drafter, s) for name, s in specs.items()
+  }
+  B = min(batch_size, n)
+  deepest = max(s.levels for s in specs.values())
+  order = sorted(range(n), key=lambda i: -len(known.answers[i]))
+  for at in range(0, n, B):
+    chosen = order[at : at + B]
+    requests = [known.requests[i] for i in chosen]
+    prompts, ends = np.ones(B, np.int32), np.ones(B, np.int32)
+    for b, i in enumerate(chosen):
+      prompts[b] = len(known.requests[i].prompt_ids)
+      ends[b] = prompts[b] + len(known.answers[i])
     # Room for a prefill of the longest prompt and a cycle behind any row.
-    deepest = max(s.levels for s in specs.values())
-    width = -(-int(ends.max() + deepest + 2) // 64) * 64
+    width = _rounded(int(ends.max()) + deepest + 2)
+    prompt_width = min(_rounded(int(prompts.max())), width - 1)
     tokens = np.zeros((B, width), np.int32)
-    for b, (r, a) in enumerate(zip(requests, answers, strict=True)):
-      tokens[b, : ends[b]] = [*r.prompt_ids, *a]
-    models = {n: loading.models(target, drafter, s) for n, s in specs.items()}
-    first = next(iter(models.values()))
-    features = jnp.concatenate([_read(first, t[None]) for t in tokens])
+    for b, i in enumerate(chosen):
+      tokens[b, : ends[b]] = [*known.requests[i].prompt_ids, *known.answers[i]]
+    features, _ = read(next(iter(models.values())), tokens)
     for name, m in models.items():
-      generator = Generator(target, drafter, "eagle", m.spec, B)
-      engine = generator.engine
-      state = states.init_state(m, B, width, width)
-      state = state.replace(
+      maker = Generator(target, drafter, "eagle", m.spec, B).engine
+      state = states.init_state(m, B, width, width).replace(
         tokens=jnp.asarray(tokens),
-        sampling=jax.tree.map(jnp.asarray, engine.sampling_of(requests)),
-        seeds=jnp.asarray(engine.seeds_of(requests)),
+        sampling=jax.tree.map(jnp.asarray, maker.sampling_of(requests)),
+        seeds=jnp.asarray(maker.seeds_of(requests)),
         limit=jnp.asarray(ends),
-        finished=jnp.zeros(B, bool),
+        finished=jnp.arange(B) >= len(chosen),
         cache=(),
+        seen=(),  # the known tokens decide, no penalty
       )
       accepts, cycles = jax.device_get(
-        _replay(m, state, features, prompts, int(prompts.max()))
+        _compiled("replay")(m, state, features, prompts, prompt_width)
       )
-      rows[name] += [
-        Row(a, accepts[b, : cycles[b]].tolist(), 0.0, None)
-        for b, a in enumerate(answers)
-      ]
+      for b, i in enumerate(chosen):
+        accept_lengths = accepts[b, : cycles[b]].tolist()
+        rows[name][i] = Row(known.answers[i], accept_lengths, 0.0, None, i, 0.0)
   return rows
+
+
+def _rounded(n: int) -> int:
+  """The next multiple of 64: few shapes serve all lengths."""
+  return -(-n // 64) * 64
+
+
+def first_turn(
+  target: LoadedTarget,
+  question: Question,
+  sampling: Sampling,
+  max_new_tokens: int,
+  seed: int,
+) -> Request:
+  """The request of a question's first turn."""
+  messages = text.with_system(question.turns[0], None)
+  return Request(
+    text.encode_messages(target.tokenizer, messages),
+    max_new_tokens,
+    sampling,
+    seed,
+    question.number,
+  )
 
 
 def plain_answers(
@@ -215,16 +279,7 @@ def plain_answers(
 ) -> Known:
   """First turns answered by plain decoding; kept in `folder` for later."""
   requests = [
-    Request(
-      text.encode_messages(
-        target.tokenizer, text.with_system(q.turns[0], None)
-      ),
-      max_new_tokens,
-      sampling,
-      seed,
-      q.number,
-    )
-    for q in questions
+    first_turn(target, q, sampling, max_new_tokens, seed) for q in questions
   ]
   key = json.dumps(
     [target.fingerprint(), max_new_tokens, seed]
@@ -237,25 +292,15 @@ def plain_answers(
   if file.exists():
     answers = json.loads(file.read_text())
   else:
-    engine = Generator(target, None, "plain", None, batch_size).engine
-    answers = [r.token_ids for r in engine.generate(requests)]
+    plain = Generator(target, None, "plain", None, batch_size).engine
+    answers = [r.token_ids for r in plain.generate(requests)]
     file.write_text(json.dumps(answers) + "\n")
   return Known(requests, answers)
 
 
-def parse_tree(name: str) -> TreeSpec:
-  """kind[:nodes[:levels[:branch]]], a part left empty where it is default."""
-  kind, *sizes = name.split(":")
-  try:
-    numbers = [int(s) if s else None for s in sizes]
-    return generation.tree_spec(kind, *numbers)
-  except (ValueError, TypeError) as e:
-    raise InputError(f"tree {name!r}: {e}") from None
-
-
 def _run(f) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
-  specs = {name: parse_tree(name) for name in f.trees}
+  specs = {name: generation.named_tree(name) for name in f.trees}
   if not specs:
     raise InputError("--trees is empty: name one, such as dynamic:60:6:10")
   if f.batch_size < 1 or f.limit < 0 or f.max_new_tokens < 1:
@@ -308,9 +353,9 @@ def _run(f) -> None:
       f"{'mean':>12} {label:<24} tau {by_suite['mean_tau']:.3f}, without loops"
       f" {by_suite['mean_tau_without_loops']:.3f}"
     )
-  facts = {n: f[n].value for n in ("target", "drafter", "temperature", "seed")}
+  said = {n: f[n].value for n in ("target", "drafter", "temperature", "seed")}
   (out / "replay.json").write_text(
-    json.dumps(facts | {"trees": figures}, indent=1) + "\n"
+    json.dumps(machine.facts() | said | {"trees": figures}, indent=1) + "\n"
   )
 
 

@@ -53,6 +53,11 @@ RULES = {
 }
 
 
+# The architecture of drafters with other inputs than EAGLE's: a name that no
+# other program knows, so that none reads such weights as an EAGLE drafter.
+ABLATION = "EagleJaxAblation"
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedDrafter:
   """A drafter ready to run.
@@ -130,6 +135,7 @@ def _config(
     taps=taps if kind == "eagle3" else (),
     fc_bias="fc.bias" in names,
     draft_noise=float(ours.get("draft_noise", 0.0)),
+    inputs=ours.get("inputs", "feature+token"),
     hidden_size=raw["hidden_size"],
     mlp_size=raw["intermediate_size"],
     num_heads=heads,
@@ -292,12 +298,11 @@ def save(
     marked = np.zeros(config.vocab_size, bool)
     marked[ids] = True
     weights |= {"d2t": ids - np.arange(len(ids)), "t2d": marked}
+  name = "LlamaForCausalLM" + ("Eagle3" if config.kind == "eagle3" else "")
+  if config.inputs != "feature+token":
+    name = ABLATION
   raw = {
-    "architectures": [
-      "LlamaForCausalLMEagle3"
-      if config.kind == "eagle3"
-      else "LlamaForCausalLM"
-    ],
+    "architectures": [name],
     "model_type": "llama",
     "hidden_act": "silu",
     "num_hidden_layers": 1,
@@ -316,7 +321,11 @@ def save(
     "tie_word_embeddings": False,
     "torch_dtype": dtype,
     "eagle_jax": notes
-    | {"taps": list(config.taps), "draft_noise": config.draft_noise},
+    | {
+      "taps": list(config.taps),
+      "draft_noise": config.draft_noise,
+      "inputs": config.inputs,
+    },
   }
   folder.mkdir(parents=True, exist_ok=True)
   save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -12,6 +12,15 @@ drafter regresses a value instead of guessing a sample (EAGLE, arXiv
   x += mlp(norm(x))                    x += mlp(norm(x))
   logits = target_head(x)              logits = head(norm(x))
   fed back: x                          fed back: x, before the norm
+
+What row t reads is a switch, so that the argument can be measured (f_t: the
+feature of token x_t; all four regress f_{t+1}; parameters are the same):
+
+  "feature+token"       f_t  x_{t+1}    EAGLE
+  "feature+unshifted"   f_t  x_t        the draw that f_{t+1} needs is missing
+  "feature"             f_t  f_t        no token at all
+  "token"         x_{t+1}  x_{t+1}      an independent draft model: it never
+                                        sees the target's state
 """
 
 import flax.linen as nn
@@ -50,6 +59,11 @@ class Drafter(nn.Module):
     """
     return self.fc(features) if self.config.kind == "eagle3" else features
 
+  def reads(self, own: Array, following: Array) -> Array:
+    """Which token goes with a feature: the one after its own, but for the
+    unshifted ablation."""
+    return own if self.config.inputs == "feature+unshifted" else following
+
   def __call__(
     self,
     tokens: Array,
@@ -63,7 +77,7 @@ class Drafter(nn.Module):
     """One draft pass over T pairs.
 
     Args:
-      tokens: int32[B, T], the token after each feature's own.
+      tokens: int32[B, T], the token after each feature's own (`reads`).
       features: [B, T, D], fused true ones or outputs of an earlier pass.
       positions: int32[B, T], of the features (one less than the tokens').
       attend: who sees whom.
@@ -76,6 +90,10 @@ class Drafter(nn.Module):
     if c.sliding_window is not None:
       attend = attend.replace(window=c.sliding_window)
     embedded = self.embed_tokens(tokens)
+    if c.inputs == "token":
+      features = embedded
+    elif c.inputs == "feature":
+      embedded = features
     if c.kind == "eagle3":
       x = features
       h = jnp.concatenate(

@@ -71,6 +71,7 @@ def grow(m: Models, state: DecodeState) -> Tree:
   if spec.levels:
     levels.append(trees.first_level(state.child_tokens, state.child_scores))
   feature = state.root_feature[:, None]  # of the frontier's parents
+  before = root  # tokens of the frontier's parents
   rows: list[Cache] = []
   sees = None  # bool[B, width, rows so far]
   for level in range(1, spec.levels):
@@ -82,9 +83,11 @@ def grow(m: Models, state: DecodeState) -> Tree:
       parent = chosen // spec.branch  # its row in the frontier before
       if level == 1:
         fed = jnp.broadcast_to(feature, (*chosen.shape, feature.shape[-1]))
+        own_tokens = jnp.broadcast_to(before, chosen.shape)
         earlier, joined = None, None
       else:
         fed = jnp.take_along_axis(feature, parent[..., None], axis=1)
+        own_tokens = jnp.take_along_axis(before, parent, axis=1)
         own = jax.nn.one_hot(parent, feature.shape[1], dtype=bool)
         above = (
           []
@@ -99,7 +102,7 @@ def grow(m: Models, state: DecodeState) -> Tree:
       )
       feature, made = m.drafter.apply(
         {"params": m.drafter_params},
-        tokens,
+        m.drafter.reads(own_tokens, tokens),
         fed,
         positions,
         masks.Attend(own=masks.Itself(), earlier=earlier, length=state.length),
@@ -108,6 +111,7 @@ def grow(m: Models, state: DecodeState) -> Tree:
         (),
       )
       rows.append(made)
+      before = tokens
       child_tokens, child_scores = _children(
         m, state, feature, state.length + level + 1
       )
@@ -151,8 +155,10 @@ def extend(
   apply = lambda *a, **k: m.drafter.apply({"params": m.drafter_params}, *a, **k)
   T = next_tokens.shape[1]
   positions = state.length[:, None] + jnp.arange(T)
+  first = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
+  own_tokens = jnp.concatenate([first, next_tokens[:, :-1]], axis=1)
   out, rows = apply(
-    next_tokens,
+    m.drafter.reads(own_tokens, next_tokens),
     apply(features, method="fuse"),
     positions,
     masks.Attend(own=masks.Causal(), length=state.length),

@@ -5,6 +5,9 @@ held-out chats: the target's own token at each position (its logits plus the
 noise) against the drafter's best children at several strengths. The strength
 with the most hits among `branch` children is written to the drafter's
 config.json, the whole curve beside it.
+
+What each tree is worth in tokens a pass goes to acceptance.json beside it:
+`--tree auto` then need not estimate it.
 """
 
 import functools
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from eagle_jax import loading, script
+from eagle_jax import choice, loading, script
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.errors import InputError
@@ -25,7 +28,7 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
-from eagle_jax.training import data, features, losses
+from eagle_jax.training import acceptance, data, features, losses
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WIDTHS = (1, 4, 10)
@@ -144,6 +147,14 @@ def _run(f) -> None:
     {"temperature": f.temperature, "hits_of": list(WIDTHS), "hits": measured},
   )
   print(f"draft_noise {chosen} written to {f.drafter}/config.json")
+  seen = acceptance.observe(target, drafter, packed)
+  if not len(seen.rank):
+    raise InputError(
+      f"{f.data}: no answer is long enough to tell the worth of trees: give"
+      " longer ones"
+    )
+  choice.save_acceptance(folder, drafter, seen)
+  print(f"acceptance of {len(seen.rank)} contexts written beside it")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import difflib
 import json
 import pathlib
 
+from eagle_jax.config import INPUTS
 from eagle_jax.errors import InputError
 from eagle_jax.training import losses
 
@@ -23,6 +24,7 @@ class TrainConfig:
   draft_vocab_size: int  # cut to the target's vocabulary
   init: str  # "last_layer" | "random" | a drafter folder to go on from
   train_head: bool  # else the target's rows stay as they are
+  inputs: str  # what a row reads: config.INPUTS; "feature+token" is EAGLE
   # batches
   row_length: int  # T
   batch_size: int  # rows a step, over all devices and processes
@@ -83,6 +85,7 @@ FREE = (
 _CHOICES = {
   "kind": ("eagle", "eagle3"),
   "features": ("online", "cached"),
+  "inputs": INPUTS,
   "schedule": ("cosine", "linear"),
   "dtype": ("float32", "bfloat16"),
 }

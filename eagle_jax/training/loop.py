@@ -184,6 +184,7 @@ def drafter_config(
     # the official layout has biases, but no q/k norm and no rope scaling
     qkv_bias=target.qkv_bias,
     dtype=c.dtype,
+    inputs=c.inputs,
   )
 
 

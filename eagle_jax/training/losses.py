@@ -183,9 +183,12 @@ def unroll(
 
   if remat:
     step = jax.checkpoint(step)
+  read = lambda ahead, rows: drafter.reads(
+    at(batch.tokens, rows, ahead), at(batch.tokens, rows, ahead + 1)
+  )
   fed, first = step(
     params,
-    shift(batch.tokens, 1),
+    read(0, None),
     drafter.apply({"params": params}, batch.features, method="fuse"),
     batch.positions,
     masks.Attend(own=masks.Causal(batch.documents)),
@@ -201,7 +204,7 @@ def unroll(
   for i in range(1, steps):
     fed, made = step(
       params,
-      at(batch.tokens, anchors, 1 + i),
+      read(i, anchors),
       fed,
       at(batch.positions, anchors, 0) + i,
       masks.Attend(own=masks.Itself(), earlier=earlier),

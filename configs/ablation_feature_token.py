@@ -1,0 +1,20 @@
+"""Ablation of the drafter's inputs: the feature and the token drawn after it.
+
+  python train.py --config configs/ablation_feature_token.py \\
+      --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
+      --config.heldout="('heldout.jsonl',)"
+
+Data, steps, vocabulary, start and losses as in smollm2_eagle3.py; the four
+ablation_*.py differ in `inputs` alone. An hour each on 2 CPU cores; with the
+features that an earlier run kept in runs/features, less.
+"""
+
+from configs import smollm2_eagle3
+from eagle_jax.training.config import TrainConfig
+
+
+def get_config() -> TrainConfig:
+  config = smollm2_eagle3.get_config()
+  config.inputs = "feature+token"
+  config.out = "runs/ablation_feature_token"
+  return config

@@ -1,0 +1,22 @@
+"""Ablation of the drafter's inputs: the token alone.
+
+It never sees the target's state: an independent draft model of the same size.
+
+  python train.py --config configs/ablation_token.py \\
+      --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
+      --config.heldout="('heldout.jsonl',)"
+
+Data, steps, vocabulary, start and losses as in smollm2_eagle3.py; the four
+ablation_*.py differ in `inputs` alone. An hour each on 2 CPU cores; with the
+features that an earlier run kept in runs/features, less.
+"""
+
+from configs import smollm2_eagle3
+from eagle_jax.training.config import TrainConfig
+
+
+def get_config() -> TrainConfig:
+  config = smollm2_eagle3.get_config()
+  config.inputs = "token"
+  config.out = "runs/ablation_token"
+  return config

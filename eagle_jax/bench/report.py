@@ -1,0 +1,192 @@
+"""python -m eagle_jax.bench.report --suite FILE --out DIR
+
+Every link of the argument for EAGLE, measured on a target and a drafter of
+your own: one self-contained report.html, the same as report.md, and the
+numbers behind every plot in report.json. Needs the report extra (matplotlib).
+
+With --ablation (drafters trained by configs/ablation_*.py) it compares what a
+drafter reads. Answers are decoded once and kept in --out.
+"""
+
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from eagle_jax import generation, loading, machine, script
+from eagle_jax.bench import measure, page, plots, replay, sections, suites
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.config import INPUTS, Sampling
+from eagle_jax.errors import InputError
+from eagle_jax.loading import LoadedTarget
+
+LEAST = 3  # prompts, for a bootstrap and for held-out folds
+
+
+def _check(f) -> None:
+  for name, least in (
+    ("limit", 0),
+    ("max_new_tokens", 16),
+    ("batch_size", 1),
+    ("speed_limit", 1),
+    ("seed", 0),
+  ):
+    if f[name].value < least:
+      raise InputError(f"{name} {f[name].value} must be at least {least}")
+  if f.dtype not in (None, "float32", "bfloat16"):
+    raise InputError(f"dtype {f.dtype!r} must be float32 or bfloat16")
+  try:
+    budgets = sorted({int(b) for b in f.budgets})
+  except ValueError:
+    raise InputError(f"budgets {f.budgets} must be node numbers") from None
+  if not budgets or budgets[0] < 3 or budgets[-1] > 500:
+    raise InputError(f"budgets {f.budgets} must be from 3 to 500 nodes")
+  for tree in f.trees:
+    generation.named_tree(tree)
+
+
+def _finite(value):
+  """Not-a-numbers (an interval of too few prompts) as null: JSON has none."""
+  if isinstance(value, dict):
+    return {k: _finite(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+def _ablations(
+  folders: Sequence[str], target: LoadedTarget, say
+) -> dict[str, LoadedDrafter]:
+  found: dict[str, LoadedDrafter] = {}
+  for folder in folders:
+    drafter = loading.load_drafter(folder, target, say)
+    label = drafter.config.inputs
+    if label in found:
+      raise InputError(
+        f"ablation {folder!r} reads {label!r}, as another one does: give one"
+        " drafter for each input"
+      )
+    found[label] = drafter
+  return {i: found[i] for i in INPUTS if i in found}
+
+
+def run(f: flags.FlagValues) -> None:
+  say = lambda line: print(line, file=sys.stderr, flush=True)
+  plots.check()
+  _check(f)
+  files = [pathlib.Path(x) for x in f.suite] or [suites.SHIPPED]
+  if len({p.stem for p in files}) != len(files):
+    raise InputError("two suites have the same file name: rename one")
+  asked = {p.stem: suites.read(p, f.limit) for p in files}
+  for suite, questions in asked.items():
+    if len(questions) < LEAST:
+      raise InputError(
+        f"suite {suite} has {len(questions)} prompts, intervals need {LEAST}:"
+        " raise --limit or give more"
+      )
+  generation.use_compilation_cache()
+  target = loading.load_target(
+    f.target, f.dtype or loading.default_dtype(), say
+  )
+  if f.drafter is None and not loading.is_default(f.target):
+    raise InputError(f"no drafter for target {f.target!r}: give --drafter")
+  name = f.drafter or loading.DEFAULT_DRAFTER
+  drafter = loading.load_drafter(name, target, say)
+  ablations = _ablations(f.ablation, target, say)
+  out = pathlib.Path(f.out)
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise InputError(
+      f"out {f.out!r} cannot be made a folder ({e.strerror})"
+    ) from None
+  known = {}
+  for t in (0.0, *sections.WARM):
+    for suite, questions in asked.items():
+      say(f"plain answers of {suite} at temperature {t:g}")
+      known[suite, t] = replay.plain_answers(
+        target,
+        questions,
+        Sampling(t),
+        f.max_new_tokens,
+        f.seed,
+        f.batch_size,
+        out,
+      )
+  study = sections.Study(
+    target,
+    drafter,
+    ablations,
+    asked,
+    known,
+    sorted({int(b) for b in f.budgets}),
+    f.batch_size,
+    f.seed,
+    f.max_new_tokens,
+  )
+  parts, data = sections.build(study, f.trees, f.speed_limit, say)
+  facts = machine.facts()
+  head = {
+    "target": f.target,
+    "drafter": name,
+    "dtype": target.config.dtype,
+    "seed": f.seed,
+    "max_new_tokens": f.max_new_tokens,
+    "suites": {n: len(q) for n, q in asked.items()},
+  }
+  lines = [
+    f"target {f.target}, drafter {name}, {target.config.dtype}",
+    "; ".join(f"{n}: {len(q)} prompts" for n, q in asked.items())
+    + f"; at most {f.max_new_tokens} new tokens; seed {f.seed}",
+    f"{facts['device']}; {facts['date']}; "
+    + ", ".join(f"{p} {v}" for p, v in facts["versions"].items()),
+    f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts",
+  ]
+  title = "EAGLE, measured"
+  claims = [
+    {"section": x.name, "claim": c.text, "holds": c.holds, "detail": c.detail}
+    for x in parts
+    for c in x.claims
+  ]
+  whole = facts | head | {"claims": claims} | data
+  for file, content in {
+    "report.html": page.as_html(title, lines, parts),
+    "report.md": page.as_markdown(title, lines, parts),
+    "report.json": json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n",
+  }.items():
+    part = out / f"{file}.part"
+    part.write_text(content, encoding="utf-8")
+    part.replace(out / file)
+  print(f"written: {out / 'report.html'}, report.md and report.json beside it")
+
+
+F = flags.FLAGS
+flags.DEFINE_multi_string(
+  "suite", [], "question.jsonl file; default: the shipped 24 prompts."
+)
+flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")
+flags.DEFINE_integer("max_new_tokens", 256, "Of each answer.")
+flags.DEFINE_multi_string(
+  "ablation", [], "Drafter folders trained with configs/ablation_*.py."
+)
+flags.DEFINE_list("budgets", ["8", "16", "26", "40", "60"], "Node budgets M.")
+flags.DEFINE_list(
+  "trees",
+  ["chain::3", "static", "dynamic:8:3:4", "dynamic:16:4:4"],
+  "Trees whose speed is measured, beside plain and auto.",
+)
+flags.DEFINE_integer("speed_limit", 8, "Prompts a suite for measured speeds.")
+flags.DEFINE_integer("batch_size", 30, "Prompts side by side in replays.")
+flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
+flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
+flags.DEFINE_string("drafter", None, "As in decode.py.")
+flags.DEFINE_string("dtype", None, "As in decode.py.")
+flags.DEFINE_string("out", "report_out", "Folder of the report.")
+
+if __name__ == "__main__":
+  script.run("report", run)

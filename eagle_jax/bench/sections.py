@@ -1,0 +1,710 @@
+"""The report's sections: what each link of the argument shows.
+
+Each takes a `Study`, puts its numbers into `data` and returns a `Section`
+whose claims say plainly whether the argument holds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle_jax import choice, costs, drawing, generation, text
+from eagle_jax.bench import evidence, measure, plots, replay
+from eagle_jax.bench.measure import Row
+from eagle_jax.bench.page import Claim, Section
+from eagle_jax.bench.replay import Known
+from eagle_jax.bench.suites import Question
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.config import INPUTS, Sampling
+from eagle_jax.generation import Generator
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.training import acceptance, calibrate
+
+WARM = (0.7, 1.0)  # temperatures at which shared noise is measured
+
+
+@dataclasses.dataclass
+class Study:
+  """What all sections read.
+
+  asked: suite -> questions. known: (suite, temperature) -> plain answers.
+  """
+
+  target: LoadedTarget
+  drafter: LoadedDrafter
+  ablations: dict[str, LoadedDrafter]
+  asked: dict[str, list[Question]]
+  known: dict[tuple[str, float], Known]
+  budgets: Sequence[int]
+  batch_size: int
+  seed: int
+  max_new_tokens: int
+
+  @property
+  def prompts(self) -> int:
+    return sum(map(len, self.asked.values()))
+
+  def all_known(self, temperature: float) -> Known:
+    parts = [self.known[s, temperature] for s in self.asked]
+    return Known(
+      [r for p in parts for r in p.requests],
+      [a for p in parts for a in p.answers],
+    )
+
+  def dynamic(self, nodes: int, drafter: LoadedDrafter) -> str:
+    """EAGLE-2's shape, cut where the budget or the vocabulary is small."""
+    branch = min(10, drafter.config.draft_vocab_size)
+    levels = min(6, nodes - 1)
+    return acceptance.dynamic_name(nodes, levels, branch)
+
+  def replayed(
+    self, drafter: LoadedDrafter, known: Known, names: Sequence[str]
+  ) -> dict[str, list[Row]]:
+    specs = {n: generation.named_tree(n) for n in names}
+    return replay.replay(self.target, drafter, known, specs, self.batch_size)
+
+
+def _sign(entry: dict) -> bool | None:
+  """Is the figure above 0? None where its interval holds both signs."""
+  return True if entry["low"] >= 0 else False if entry["high"] < 0 else None
+
+
+def _ordered(
+  better: Sequence[Row], worse: Sequence[Row], text: str, names: str
+) -> Claim:
+  """A claim that one tau is at least another, by the paired interval."""
+  value, low, high = measure.tau_difference(worse, better)
+  holds = _sign({"low": low, "high": high})
+  return Claim(
+    text, holds, f"{names}: {value:+.3f} tau, 95% {low:+.3f} to {high:+.3f}"
+  )
+
+
+def _span(entry: dict, name: str = "value", digits: int = 2) -> str:
+  f = f".{digits}f"
+  return f"{entry[name]:{f}} ({entry['low']:{f}}–{entry['high']:{f}})"
+
+
+# Sections --------------------------------------------------------------------
+
+
+def _entropy(s: Study, reads, data: dict) -> Section:
+  data["entropy"] = e = evidence.entropy(reads)
+  rows = [
+    (
+      n,
+      c["prompts"],
+      c["bits"]["n"],
+      _span(c["bits"]),
+      *tuple(f"{c[k]:.2f}" for k in ("choices_of_mean", "mean_choices")),
+      f"{c['above_1_bit']:.0%}",
+    )
+    for n, c in [*e["by_category"].items(), ("all", e)]
+  ]
+  bits = e["bits"]
+  return Section(
+    "entropy",
+    "a. A token is a random draw",
+    "A drafter that predicts the next token guesses a draw: H bits of entropy"
+    " are 2^H equally likely choices. Entropy of the target's distribution"
+    " (temperature 1) at every position of its own greedy answers.",
+    [
+      Claim(
+        "The next token is a draw, not a certainty.",
+        bits["low"] > 0.1,
+        f"mean {_span(bits)} bits; {e['above_1_bit']:.0%} of positions have"
+        " more than one bit",
+      )
+    ],
+    [plots.entropy(e)],
+    [
+      (
+        (
+          "category",
+          "prompts",
+          "positions",
+          "bits (95%)",
+          "2^mean",
+          "mean of 2^H",
+          "above 1 bit",
+        ),
+        rows,
+      )
+    ],
+    f"n = {bits['n']} positions of {e['prompts']} answers; bits.",
+  )
+
+
+def _features(s: Study, reads, data: dict) -> Section:
+  table = np.asarray(s.target.params["embed_tokens"]["embedding"], np.float32)
+  data["smoothness"] = smooth = evidence.smoothness(reads, table, s.seed)
+  data["explained"] = r2 = evidence.explained(reads, table, s.seed)
+  one = next(iter(r2.values()))
+  names = evidence.INPUT_NAMES
+  order = ("feature", "feature+unshifted", "feature+token")
+  alone, wrong, right = (r2[n] for n in order)
+  gap = {
+    n: smooth[n]["neighbours"]["value"] - smooth[n]["apart"]["value"]
+    for n in ("feature", "embedding")
+  }
+  return Section(
+    "features",
+    "b. A feature is computed, given the draw",
+    "The next feature is a function of this one and of the token that was"
+    " drawn. Left: how alike neighbours along an answer are. Right: how much of"
+    " the next feature a linear (ridge) regression explains on held-out"
+    " prompts, by what it reads.",
+    [
+      Claim(
+        "Features run smoother along a sequence than token embeddings.",
+        _sign(smooth["difference"]),
+        "cosine of neighbours less that of positions apart: features"
+        f" {gap['feature']:+.3f}, embeddings {gap['embedding']:+.3f},"
+        f" difference {_span(smooth['difference'], digits=3)}",
+      ),
+      Claim(
+        "The drawn token explains more of the next feature than the feature"
+        " alone or with the token before the draw.",
+        True
+        if right["low"] > max(alone["high"], wrong["high"])
+        else False
+        if right["high"] < max(alone["low"], wrong["low"])
+        else None,
+        f"R² {_span(right, 'r2')} against {_span(alone, 'r2')} and"
+        f" {_span(wrong, 'r2')}",
+      ),
+    ],
+    [plots.smoothness(smooth, r2, names)],
+    [
+      (
+        ("along answers", "cosine of neighbours (95%)", "apart (95%)"),
+        [
+          (n, _span(smooth[n]["neighbours"]), _span(smooth[n]["apart"]))
+          for n in gap
+        ],
+      ),
+      (
+        ("reads", "held-out R² (95%)"),
+        [(names[n], _span(v, "r2", 3)) for n, v in r2.items()],
+      ),
+    ],
+    f"n = {one['rows']} positions of {one['prompts']} answers for R²,"
+    f" {min(evidence.FOLDS, one['prompts'])} folds over prompts; seed {s.seed};"
+    f" {smooth['feature']['neighbours']['n']} pairs for cosines.",
+  )
+
+
+def _trees(s: Study, data: dict) -> tuple[Section, Section]:
+  """Sections c and e: one replay serves both."""
+  known = s.all_known(0.0)
+  kinds = {"dynamic": {}, "uniform, branch 2": {}, "uniform, branch 3": {}}
+  for M in s.budgets:
+    kinds["dynamic"][M] = s.dynamic(M, s.drafter)
+    kinds["uniform, branch 2"][M] = f"uniform:{M}::2"
+    kinds["uniform, branch 3"][M] = f"uniform:{M}::3"
+  kinds["static (EAGLE-1)"] = {26: "static"}
+  kinds["chain of 5"] = {6: "chain::5"}
+  rows = s.replayed(
+    s.drafter, known, sorted({n for k in kinds.values() for n in k.values()})
+  )
+  data["trees"] = {
+    kind: [
+      {"tree": n} | evidence.tree_figures(rows[n], generation.named_tree(n))
+      for n in names.values()
+    ]
+    for kind, names in kinds.items()
+  }
+  claims = []
+  for M in s.budgets:
+    uniform = max(
+      (kinds["uniform, branch 2"][M], kinds["uniform, branch 3"][M]),
+      key=lambda n: measure.tau(rows[n]),
+    )
+    dynamic = kinds["dynamic"][M]
+    if M == 26:
+      claims += [
+        _ordered(
+          rows[dynamic],
+          rows["static"],
+          "Dynamic ≥ static at 26 nodes.",
+          f"{dynamic} less static",
+        ),
+        _ordered(
+          rows["static"],
+          rows[uniform],
+          "Static ≥ uniform at 26 nodes.",
+          f"static less {uniform}",
+        ),
+      ]
+    claims.append(
+      _ordered(
+        rows[dynamic],
+        rows[uniform],
+        f"Dynamic ≥ uniform at {M} nodes.",
+        f"{dynamic} less {uniform}",
+      )
+    )
+  every = [
+    (
+      kind,
+      e["tree"],
+      e["nodes"],
+      _span(e, "tau"),
+      f"{e['mean_accepted']:.2f}",
+      e["deepest_accepted"],
+    )
+    for kind, entries in data["trees"].items()
+    for e in entries
+  ]
+  cycles = data["trees"]["chain of 5"][0]["cycles"]
+  budget = Section(
+    "trees",
+    "e. A tree spends a node budget",
+    "A uniform tree spends its nodes blindly, EAGLE-1's static tree by"
+    " experience, a dynamic tree (EAGLE-2) where the drafter is confident."
+    " Trees are replayed along known answers; uniform counts with the better"
+    " of two branch widths.",
+    claims,
+    [plots.trees(data["trees"])],
+    [
+      (
+        ("kind", "tree", "M", "tau (95%)", "mean accepted", "deepest"),
+        every,
+      )
+    ],
+    f"n = {s.prompts} answers at temperature 0; {cycles} passes of the chain."
+    " Trees are kind:M:L:branch.",
+  )
+  middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
+  shown = ["chain::5", "static", f"uniform:{middle}::3"]
+  shown.append(kinds["dynamic"][middle])
+  data["accept_chain"] = chains = {
+    n: evidence.accept_chain(
+      evidence.tree_figures(rows[n], generation.named_tree(n))
+    )
+    for n in shown
+  }
+  off = {n: max(c["gap"], key=abs, default=0.0) for n, c in chains.items()}
+  far = max(off, key=lambda n: abs(off[n]))
+  step = chains[far]["gap"].index(off[far]) + 1 if chains[far]["gap"] else 0
+  one = chains["chain::5"]
+  chain = Section(
+    "accept_chain",
+    "c. Tokens a pass follow the accept chain",
+    "If every step were accepted with the same chance p, tokens a pass would be"
+    " E = 1 / (1 - p). Beside the implied p = 1 - 1/E stands what each step"
+    " really did, given that all before it were accepted; cut p is the same"
+    " for drafts that end after L levels.",
+    [
+      Claim(
+        "The accept chain is geometric (every step within .05 of one p).",
+        max(map(abs, off.values())) <= 0.05,
+        f"largest gap {off[far]:+.3f}, {far} at step {step}",
+      ),
+    ],
+    [plots.accept_chain(chains)],
+    [
+      (
+        ("tree", "tau", "implied p", "cut p", "accepted by step"),
+        [
+          (
+            n,
+            f"{c['tau']:.2f}",
+            f"{c['implied_p']:.3f}",
+            f"{c['cut_p']:.3f}",
+            " ".join(f"{a:.2f}" for a in c["measured"]),
+          )
+          for n, c in chains.items()
+        ],
+      )
+    ],
+    f"n = {s.prompts} answers at temperature 0; chain of 5: tau"
+    f" {one['tau']:.2f}. Late steps are reached rarely.",
+  )
+  return chain, budget
+
+
+def _inputs(s: Study, data: dict) -> Section:
+  known = s.all_known(0.0)
+  rows, labels = {}, {}
+  middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
+  for label, drafter in s.ablations.items():
+    tree = s.dynamic(middle, drafter)
+    found = s.replayed(drafter, known, ["chain::5", tree])
+    rows[label] = {"chain::5": found["chain::5"], "tree": found[tree]}
+    labels["tree"] = tree
+  data["inputs"] = {
+    label: {
+      labels.get(n, n): evidence.tree_figures(
+        r, generation.named_tree(labels.get(n, n))
+      )
+      for n, r in by.items()
+    }
+    for label, by in rows.items()
+  }
+  section = Section(
+    "inputs",
+    "d. What the drafter should read",
+    "Four drafters of one size, trained alike, that differ in what they read:"
+    " the feature and the token drawn after it (EAGLE), the feature and its own"
+    " token, the feature alone, or the token alone (an independent draft model:"
+    " it never sees the target's state).",
+    [],
+    [],
+    [],
+    f"n = {s.prompts} answers at temperature 0, replayed.",
+  )
+  if not rows:
+    section.caption = (
+      "Not measured: no --ablation drafters were given. Train them with"
+      " configs/ablation_*.py and name each with --ablation FOLDER."
+    )
+    return section
+  by_input = {d.config.inputs: n for n, d in s.ablations.items()}
+  right = by_input.get("feature+token")
+  for other in INPUTS[1:]:
+    if right is None or other not in by_input:
+      continue
+    for key in ("chain::5", "tree"):
+      section.claims.append(
+        _ordered(
+          rows[right][key],
+          rows[by_input[other]][key],
+          f"Feature and token beat {evidence.INPUT_NAMES.get(other, other)}"
+          f"{' alone' if '+' not in other else ''},"
+          f" {'chain' if key != 'tree' else 'tree'}.",
+          labels.get(key, key),
+        )
+      )
+  section.plots = [plots.inputs(data["inputs"])]
+  section.tables = [
+    (
+      ("reads", "tree", "tau (95%)", "accepted by step"),
+      [
+        (
+          label,
+          tree,
+          _span(f, "tau", 3),
+          " ".join(f"{a:.2f}" for a in f["accept_by_depth"]),
+        )
+        for label, by in data["inputs"].items()
+        for tree, f in by.items()
+      ],
+    )
+  ]
+  return section
+
+
+def _confidence(s: Study, data: dict) -> Section:
+  strength = s.drafter.config.draft_noise
+  cold, warm = s.all_known(0.0), s.all_known(1.0)
+  cases = {
+    "temperature 0": (cold, 0.0, 0.0),
+    "temperature 1": (warm, 1.0, 0.0),
+  }
+  # every strength of the calibration, its own among them
+  found = {}
+  for noise in sorted({*calibrate.STRENGTHS, strength}):
+    pairs = evidence.confidence(s.target, s.drafter, warm, 1.0, noise)
+    found[noise] = evidence.calibration(pairs)
+  first = lambda n: found[n]["first_child_accepted"]["value"]
+  best = max(found, key=first)
+  shown = strength or best
+  curves = {
+    name: evidence.calibration(
+      evidence.confidence(s.target, s.drafter, known, t, noise)
+    )
+    for name, (known, t, noise) in cases.items()
+  } | {f"temperature 1, noise {shown:g}": found[shown]}
+  data["calibration"] = {
+    "drafter_strength": strength,
+    "best_strength_first_child": best,
+    "curves": curves,
+    "strengths_at_1": {f"{n:g}": c for n, c in found.items()},
+  }
+  # tau of whole trees, with and without the noise, suite by suite
+  trees = [
+    "chain::5",
+    s.dynamic(26 if 26 in s.budgets else max(s.budgets), s.drafter),
+  ]
+  gains: dict[str, dict] = {}
+  claims = []
+  for t in WARM if shown else ():
+    for suite in s.asked:
+      taus = {}
+      for noise in (0.0, shown):
+        known = s.known[suite, t]
+        requests = [
+          dataclasses.replace(
+            r, sampling=dataclasses.replace(r.sampling, draft_noise=noise)
+          )
+          for r in known.requests
+        ]
+        taus[noise] = s.replayed(
+          s.drafter, Known(requests, known.answers), trees
+        )
+      for tree in trees:
+        off, on = taus[0.0][tree], taus[shown][tree]
+        value, low, high = measure.tau_difference(off, on)
+        name = f"{suite}, T {t:g}, {tree}"
+        gains[name] = {
+          "value": value,
+          "low": low,
+          "high": high,
+          "without": measure.tau(off),
+          "with": measure.tau(on),
+          "prompts": len(on),
+        }
+        claims.append(
+          _ordered(
+            on, off, f"Shared noise raises tau: {name}.", "with less without"
+          )
+        )
+  data["noise"] = gains
+  cold_gap = curves["temperature 0"]["gap"]
+  return Section(
+    "calibration",
+    "f. The drafter's confidence is worth something",
+    "A dynamic tree relies on confidence: on the diagonal, a child of"
+    " confidence c is the target's token in a share c of cases. Above"
+    " temperature 0 the target's noise is known beforehand, so that drafter and"
+    " target draw with the same dice; the output cannot change.",
+    [
+      Claim(
+        "Confidence tells acceptance at temperature 0 (mean gap below .05).",
+        cold_gap < 0.05,
+        f"mean gap {cold_gap:.3f}",
+      ),
+      *claims,
+    ],
+    [plots.calibration(curves)] + ([plots.noise(gains)] if gains else []),
+    [
+      (
+        (
+          "noise strength at T 1",
+          "first child (95%)",
+          f"any of {evidence.CHILDREN} (95%)",
+          "mean gap",
+        ),
+        [
+          (
+            f"{n:g}" + (" (the drafter's)" if n == strength else ""),
+            _span(c["first_child_accepted"], digits=3),
+            _span(c["any_child_accepted"], digits=3),
+            f"{c['gap']:.3f}",
+          )
+          for n, c in found.items()
+        ],
+      ),
+      (
+        ("suite, temperature, tree", "tau without", "tau with", "gain (95%)"),
+        [
+          (n, f"{g['without']:.3f}", f"{g['with']:.3f}", _span(g, digits=3))
+          for n, g in gains.items()
+        ],
+      ),
+    ],
+    f"n = {curves['temperature 0']['children']} children of {s.prompts} answers"
+    f" at temperature 0; temperatures {WARM} with seed {s.seed}; strength"
+    f" {shown:g}.",
+  )
+
+
+def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
+  """Section g, and the drawn tree of the longest accepted path."""
+  made = choice.choose(s.target, s.drafter, 1, say)
+  specs = {n: generation.named_tree(n) for n in names}
+  if made:
+    specs[f"auto ({made.tree})"] = generation.named_tree(made.tree)
+  say("timing verify and draft passes")
+  W = s.drafter.config.draft_vocab_size
+  timed = costs.measure(
+    s.target,
+    s.drafter,
+    1,
+    choice.NODES,
+    sorted({1, min(10, W)}),
+    float("inf"),
+  )
+  methods = {"plain": Generator(s.target, None, "plain")}
+  for name, spec in specs.items():
+    methods[name] = Generator(s.target, s.drafter, "eagle", spec)
+  first = methods["plain"]
+  rows = {n: [] for n in methods}
+  for suite, questions in s.asked.items():
+    few = questions[:limit]
+    longest = max(few, key=lambda q: len(q.turns[0]))
+    for method in methods.values():  # compile, touch all weights
+      method.generate([longest.turns[0]], max_new_tokens=s.max_new_tokens)
+    found, _ = measure.run(
+      methods,
+      first,
+      few,
+      Sampling(),
+      s.max_new_tokens,
+      s.seed,
+      1,
+      lambda name, i, suite=suite: None,
+    )
+    base = max((r.question for r in rows["plain"]), default=-1) + 1
+    for n, mine in found.items():
+      rows[n] += [
+        dataclasses.replace(r, question=r.question + base) for r in mine
+      ]
+  figures = measure.summary(rows)
+  for name, f in figures.items():
+    cycle = sum(r.decode_seconds for r in rows[name]) / f["cycles"]
+    f["cycle_ms"] = cycle * 1e3
+    spec = specs.get(name)
+    if spec and spec.num_nodes <= max(timed.verify):
+      draft = timed.drafting(spec)
+      verify = timed.verifying(spec.num_nodes, f["tau"])
+      whole = max(cycle, draft + verify)
+      f["shares"] = {
+        "draft": draft / whole,
+        "verify": verify / whole,
+        "rest": 1 - (draft + verify) / whole,
+      }
+  data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
+  as_text = lambda table: {str(k): v for k, v in table.items()}
+  data["costs"] = {
+    k: as_text(v) if isinstance(v, dict) else v
+    for k, v in dataclasses.asdict(timed).items()
+  }
+  claims = []
+  diverged = sum(f["diverged"] for f in figures.values())
+  claims.append(
+    Claim(
+      "Every method gives plain decoding's tokens.",
+      diverged == 0,
+      f"{diverged} answers differ beyond rounding ties",
+    )
+  )
+  if made:
+    auto = figures[f"auto ({made.tree})"]
+    data["auto"] = dataclasses.asdict(made) | {
+      "costs": data["costs"],
+      "measured_tokens_per_s": auto["tokens_per_s"],
+      "measured_tau": auto["tau"],
+    }
+    best = max(
+      (n for n in specs if not n.startswith("auto")),
+      key=lambda n: figures[n]["tokens_per_s"],
+      default=None,
+    )
+    if best:
+      value, low, high = measure.ratio(rows[best], rows[f"auto ({made.tree})"])
+      claims.append(
+        Claim(
+          "--tree auto is within 5% of the best fixed tree measured here.",
+          True if low >= 0.95 else False if high < 0.95 else None,
+          f"{value:.2f} of {best}, 95% {low:.2f} to {high:.2f}",
+        )
+      )
+  else:
+    data["auto"] = None
+  share = lambda f, p: f"{f['shares'][p]:.0%}" if "shares" in f else ""
+  table = [
+    (
+      n,
+      "" if f["tau"] is None else f"{f['tau']:.2f}",
+      f"{f['tokens_per_s']:.1f}",
+      f"{f['ratio_to_plain']:.2f} ({f['ratio_low']:.2f}–{f['ratio_high']:.2f})",
+      f"{f['cycle_ms']:.1f}",
+      *tuple(share(f, p) for p in ("draft", "verify", "rest")),
+    )
+    for n, f in figures.items()
+  ]
+  tables = [
+    (
+      (
+        "method",
+        "tau",
+        "tokens/s",
+        "ratio to plain (95%)",
+        "cycle, ms",
+        "draft",
+        "verify",
+        "rest",
+      ),
+      table,
+    ),
+    (
+      ("M", "verify(M), ms", "in plain passes"),
+      [
+        (M, f"{t * 1e3:.2f}", f"{t / timed.verify[1]:.2f}")
+        for M, t in timed.verify.items()
+      ],
+    ),
+  ]
+  if made:
+    auto = data["auto"]
+    tables.append(
+      (
+        ("--tree auto", "expected", "measured"),
+        [
+          ("tau", f"{made.tau:.2f}", f"{auto['measured_tau']:.2f}"),
+          (
+            "tokens/s",
+            f"{made.tokens_per_s:.1f} (prefill left out)",
+            f"{auto['measured_tokens_per_s']:.1f} (prefill counted)",
+          ),
+        ],
+      )
+    )
+  return Section(
+    "speed",
+    "g. Tokens a second, and where the time goes",
+    "Methods answer the same prompts in turn. verify(M) is one target pass over"
+    " M nodes; drafting and verifying are timed alone, the rest is what a cycle"
+    " takes beyond them.",
+    claims,
+    [plots.speed(figures, data["costs"])],
+    tables,
+    f"n = {len(rows['plain'])} prompts, first turns, temperature 0, at most"
+    f" {s.max_new_tokens} new tokens.",
+    _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
+  )
+
+
+def _drawn(s: Study, generator: Generator) -> str:
+  """The draft tree with the longest accepted path of one answer."""
+  question = next(iter(s.asked.values()))[0]
+  seen = []
+  request = replay.first_turn(
+    s.target, question, Sampling(), min(s.max_new_tokens, 64), s.seed
+  )
+  generator.run(
+    [request],
+    [""],
+    watch_trees=lambda tree, out: seen.append(drawing.of_cycle(tree, out)),
+  )
+  if not seen:
+    return ""
+  best = max(seen, key=lambda d: len(d.given))
+  nodes = generator.models.spec.num_nodes
+  head = f"A draft tree of {nodes} nodes; * marks the accepted path"
+  return f"{head}\n\n{drawing.tree(best, text.piece(s.target.tokenizer))}"
+
+
+def build(s: Study, trees: Sequence[str], limit: int, say) -> tuple[list, dict]:
+  """All sections, and the numbers behind them."""
+  data: dict = {}
+  reads = []
+  for suite, questions in s.asked.items():
+    kinds = {q.category for q in questions}
+    names = [q.category if len(kinds) > 1 else suite for q in questions]
+    say(f"reading the answers of {suite}")
+    reads += evidence.read(s.target, s.known[suite, 0.0], names, len(reads))
+  sections = [_entropy(s, reads, data)]
+  say("regressing features")
+  sections.append(_features(s, reads, data))
+  del reads
+  say("replaying trees")
+  chain, budget = _trees(s, data)
+  sections += [chain, _inputs(s, data), budget]
+  say("calibration and shared noise")
+  sections.append(_confidence(s, data))
+  sections.append(_speed(s, trees, limit, data, say))
+  return sections, data

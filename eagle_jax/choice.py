@@ -1,0 +1,188 @@
+"""`--tree auto`: the tree that gives most tokens a second on this device.
+
+  tokens a second = tau(tree) / (verify(M) + drafting(L, branch) + walk)
+
+tau comes from the drafter's saved calibration, or from a few answers decoded
+on the spot; the costs are timed on the device. The choice is kept in the
+user's cache folder, by device, models and batch size; it can change the speed
+and never a token.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from eagle_jax import costs, generation, loading, machine, text
+from eagle_jax.bench import suites
+from eagle_jax.checkpoints import gguf_target, tensors
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.speculation.requests import Request
+from eagle_jax.speculation.tree import TreeSpec
+from eagle_jax.training import acceptance
+
+NODES = (1, 4, 8, 16, 32, 60)  # M whose verify pass is timed
+ANSWERS, LENGTH = 12, 64  # decoded where no calibration is saved
+_VERSION = 1  # of what is kept; raise it when the rule changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A tree by name, and what is expected of it.
+
+  tau: tokens a pass. tokens_per_s, plain_tokens_per_s: of each row of the
+  batch, prefill not counted. costs: what was timed.
+  """
+
+  tree: str
+  tau: float
+  tokens_per_s: float
+  plain_tokens_per_s: float
+  costs: costs.Costs
+
+  def line(self) -> str:
+    ratio = self.tokens_per_s / self.plain_tokens_per_s
+    return (
+      f"tree auto: {self.tree}, expected tau {self.tau:.2f},"
+      f" {self.tokens_per_s:.1f} tokens/s, {ratio:.2f}x plain"
+    )
+
+
+def best(taus: dict[str, float], c: costs.Costs) -> tuple[str, float]:
+  """(tree, tokens a second) of the fastest among `taus`; fewer nodes win
+  ties. Trees larger than the largest timed pass are left out."""
+  found = []
+  for name, tau in taus.items():
+    spec = generation.named_tree(name)
+    if spec.num_nodes <= max(c.verify):
+      found.append((tau / c.cycle(spec, tau), -spec.num_nodes, name))
+  rate, _, name = max(found)
+  return name, rate
+
+
+def drafter_fingerprint(drafter: LoadedDrafter) -> str:
+  """Tells drafters apart that share a name."""
+  config = dataclasses.replace(drafter.config, draft_noise=0.0)
+  digest = hashlib.sha256(repr(config).encode())
+  for path, leaf in sorted(tensors.flatten(drafter.params).items()):
+    digest.update(path.encode() + np.asarray(leaf[:1]).tobytes())
+  return digest.hexdigest()[:16]
+
+
+def save_acceptance(
+  folder: pathlib.Path, drafter: LoadedDrafter, seen: acceptance.Observed
+) -> None:
+  """Write acceptance.json beside a drafter: what its trees are worth."""
+  found = {
+    "drafter": drafter_fingerprint(drafter),
+    "contexts": len(seen.rank),
+    "by_rank": seen.by_rank().round(4).tolist(),
+    "tau": {n: round(t, 4) for n, t in acceptance.tokens_a_pass(seen).items()},
+  }
+  _write(folder / loading.ACCEPTANCE, found)
+
+
+def _write(file: pathlib.Path, value: dict) -> None:
+  part = file.with_suffix(".part")
+  part.write_text(json.dumps(value) + "\n", encoding="utf-8")
+  part.replace(file)
+
+
+def taus_of(
+  target: LoadedTarget, drafter: LoadedDrafter, say
+) -> dict[str, float] | None:
+  """Tokens a pass by tree: saved with the drafter, else estimated; None where
+  the target's answers are too short to tell."""
+  saved = drafter.notes.get("acceptance")
+  if saved and saved["drafter"] == drafter_fingerprint(drafter):
+    return saved["tau"]
+  if not getattr(target.tokenizer, "chat_template", None):
+    say("tree auto: without a chat template acceptance cannot be estimated")
+    return None
+  say(
+    f"tree auto: estimating acceptance on {ANSWERS} answers (once; calibrate"
+    " saves it with the drafter)"
+  )
+  questions = suites.read(suites.SHIPPED, ANSWERS)
+  prompts = [
+    text.encode_messages(target.tokenizer, text.with_system(q.turns[0], None))
+    for q in questions
+  ]
+  plain = generation.Generator(target, None, "plain", None, ANSWERS)
+  results = plain.engine.generate(
+    [Request(p, LENGTH, number=i) for i, p in enumerate(prompts)]
+  )
+  seen = acceptance.of_answers(
+    target, drafter, prompts, [r.token_ids for r in results]
+  )
+  if not len(seen.rank):
+    say("tree auto: the answers are too short to estimate acceptance on")
+    return None
+  return acceptance.tokens_a_pass(seen)
+
+
+def choose(
+  target: LoadedTarget, drafter: LoadedDrafter, batch_size: int, say
+) -> Choice | None:
+  """The choice for these models on this device, kept or made anew; None
+  where nothing is known of the acceptance."""
+  key = {
+    "version": _VERSION,
+    "device": machine.device(),
+    "jax": jax.__version__,
+    "target": target.fingerprint(),
+    "drafter": drafter_fingerprint(drafter),
+    "batch_size": batch_size,
+  }
+  digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+  file = gguf_target.cache_dir() / "trees" / f"{digest}.json"
+  if file.exists():
+    kept = json.loads(file.read_text())["choice"]
+    return Choice(**kept | {"costs": _costs(kept["costs"])})
+  taus = taus_of(target, drafter, say)
+  if taus is None:
+    return None
+  say("tree auto: timing verify and draft passes (once for these models)")
+  W = drafter.config.draft_vocab_size
+  timed = costs.measure(
+    target,
+    drafter,
+    batch_size,
+    NODES,
+    sorted({1, min(max(acceptance.BRANCHES), W)}),
+    max(taus.values()),
+  )
+  name, rate = best(taus, timed)
+  made = Choice(name, taus[name], rate, 1 / timed.plain(), timed)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  _write(file, key | {"choice": dataclasses.asdict(made)})
+  return made
+
+
+def _costs(kept: dict) -> costs.Costs:
+  """JSON has texts for keys."""
+  number = lambda table: {int(k): v for k, v in table.items()}
+  return costs.Costs(
+    **{k: number(v) if isinstance(v, dict) else v for k, v in kept.items()}
+  )
+
+
+def spec(
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  batch_size: int,
+  say,
+  verbose: bool,
+) -> TreeSpec:
+  """The chosen tree, ready to use."""
+  made = choose(target, drafter, batch_size, say)
+  if made is None:
+    say("tree auto: the default tree serves")
+    return generation.tree_spec("dynamic")
+  if verbose:
+    say(made.line())
+  return generation.named_tree(made.tree)

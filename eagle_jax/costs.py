@@ -1,0 +1,218 @@
+"""What the parts of a decode cycle cost on the device at hand."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax import loading
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.models import masks
+from eagle_jax.speculation import decoding, engine, sampling, tree
+from eagle_jax.speculation import state as states
+from eagle_jax.speculation.state import DecodeState, Models
+from eagle_jax.speculation.tree import TreeSpec
+
+SLOTS = 512  # of the caches, half of them committed
+GROUPS, CALLS = 5, 4  # timed one after another, and dispatched together
+DRAFTED = (2, 4)  # levels of the two grown trees whose difference is a level
+EXTENDED = (2, 8)  # rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """Seconds of each part, for one batch; all by size, to interpolate.
+
+  verify: M -> one target pass (and the head over M rows where it is one
+    matmul). step: one step of the walk (the head of one row where it is lazy,
+    and the decision).
+  first, level: branch -> drafting's fixed part and each level after the
+    first. extend: rows -> the drafter re-reading accepted tokens.
+  """
+
+  verify: dict[int, float]
+  step: float
+  first: dict[int, float]
+  level: dict[int, float]
+  extend: dict[int, float]
+
+  def drafting(self, spec: TreeSpec) -> float:
+    width = max(spec.width, default=spec.branch)
+    return (
+      _at(self.first, width)
+      + (spec.levels - 1) * _at(self.level, width)
+      + _at(self.extend, spec.levels + 1)
+    )
+
+  def verifying(self, nodes: int, tau: float) -> float:
+    return _at(self.verify, nodes) + tau * self.step
+
+  def cycle(self, spec: TreeSpec, tau: float) -> float:
+    return self.drafting(spec) + self.verifying(spec.num_nodes, tau)
+
+  def plain(self) -> float:
+    """Seconds a token of plain decoding."""
+    return self.verifying(1, 1.0)
+
+
+def _at(table: dict[int, float], size: int) -> float:
+  """Linear between measured sizes, and beyond them."""
+  sizes = sorted(table)
+  if len(sizes) == 1:
+    return table[sizes[0]]
+  i = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+  a, b = sizes[i - 1], sizes[i]
+  slope = (table[b] - table[a]) / (b - a)
+  return max(table[a] + slope * (size - a), 0.0)
+
+
+def timed(run: Callable[[], object]) -> float:
+  """Seconds of one call. The fastest group counts, since whatever else the
+  machine does only adds to it; calls of a group are dispatched together, as
+  the parts of a cycle are."""
+  jax.block_until_ready(run())
+  found = []
+  for _ in range(GROUPS):
+    began = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(CALLS)])
+    found.append((time.perf_counter() - began) / CALLS)
+  return min(found)
+
+
+def _verify(m: Models, state: DecodeState, drafted: tree.Tree):
+  """The target's share of `decoding.cycle`."""
+  out, rows = m.target.apply(
+    {"params": m.target_params},
+    drafted.tokens,
+    state.length[:, None] + drafted.level,
+    masks.Attend(own=masks.Tree(drafted.ancestors), length=state.length),
+    state.cache,
+  )
+  if m.lazy_head:
+    return out, rows
+  logits = m.target.apply(
+    {"params": m.target_params}, out.feature, method="logits"
+  )
+  return logits, out, rows
+
+
+def _step(m: Models, state: DecodeState, feature):
+  logits = m.target.apply({"params": m.target_params}, feature, method="logits")
+  return sampling.next_token(
+    logits, state.seen, state.sampling, state.seeds, state.length + 1
+  )
+
+
+class Clock:
+  """Times parts of the cycle with one pair of models.
+
+  Args:
+    batch_size: rows decoded together.
+  """
+
+  def __init__(
+    self, target: LoadedTarget, drafter: LoadedDrafter, batch_size: int
+  ):
+    self.target, self.drafter, self.B = target, drafter, batch_size
+    self.slots = min(SLOTS, target.config.max_positions)
+    plain = loading.models(target, drafter, tree.chain(1))
+    # the caches do not depend on the tree
+    self.state = self._state(plain)
+
+  def _state(self, m: Models) -> DecodeState:
+    full = jnp.full(self.B, self.slots // 2, jnp.int32)
+    return states.init_state(m, self.B, self.slots, self.slots).replace(
+      length=full,
+      limit=full * 2,
+      finished=jnp.zeros(self.B, bool),
+    )
+
+  def _time(self, part, m: Models, *args) -> float:
+    run = jax.jit(part, compiler_options=engine.compiler_options())
+    return timed(functools.partial(run, m, *args))
+
+  def verify(self, nodes: int) -> float:
+    spec = tree.chain(nodes - 1) if nodes > 1 else tree.plain()
+    m = loading.models(self.target, self.drafter, spec)
+    parent = jnp.maximum(jnp.arange(nodes) - 1, 0)[None]
+    wide = lambda a: jnp.broadcast_to(a, (self.B, nodes)).astype(jnp.int32)
+    drafted = tree.Tree(
+      tokens=wide(0),
+      parent=wide(parent),
+      level=wide(jnp.arange(nodes)),
+      scores=wide(0).astype(jnp.float32),
+      valid=wide(1).astype(bool),
+      ancestors=tree.ancestors(wide(parent), nodes),
+    )
+    return self._time(_verify, m, self.state, drafted)
+
+  def step(self) -> float:
+    m = loading.models(self.target, self.drafter, tree.plain())
+    if not m.lazy_head:
+      return 0.0  # the head ran over all nodes
+    c = self.target.config
+    feature = jnp.ones((self.B, c.hidden_size), c.dtype)
+    return self._time(_step, m, self.state, feature)
+
+  def draft(self, branch: int) -> tuple[float, float]:
+    """(fixed part, each level after the first)."""
+    times = []
+    for levels in DRAFTED:
+      pool = branch * (1 + (levels - 1) * branch)
+      spec = tree.dynamic(min(pool + 1, 16), levels, branch)
+      m = loading.models(self.target, self.drafter, spec)
+      times.append(self._time(decoding.grow, m, self._state(m)))
+    a, b = DRAFTED
+    level = max(times[1] - times[0], 0.0) / (b - a)
+    return max(times[0] - (a - 1) * level, 0.0), level
+
+  def extend(self, rows: int) -> float:
+    m = loading.models(self.target, self.drafter, tree.chain(1))
+    taps = max(len(self.drafter.config.taps), 1)
+    width = taps * self.target.config.hidden_size
+    full = jnp.full(self.B, rows - 1, jnp.int32)
+    return self._time(
+      decoding.extend,
+      m,
+      self.state,
+      jnp.ones((self.B, rows, width), self.target.config.dtype),
+      jnp.zeros((self.B, rows), jnp.int32),
+      full,
+      self.state.length + rows,
+    )
+
+
+def measure(
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  batch_size: int,
+  nodes: Sequence[int],
+  branches: Sequence[int],
+  most: float,
+) -> Costs:
+  """Time the parts; larger M are left out once they cannot pay.
+
+  Args:
+    nodes: M, ascending, 1 first. branches: at least one.
+    most: tokens a pass of the best tree there is; a pass that costs more
+      than so many plain ones is slower than plain decoding.
+  """
+  clock = Clock(target, drafter, batch_size)
+  verify: dict[int, float] = {}
+  for M in nodes:
+    verify[M] = clock.verify(M)
+    if verify[M] > most * verify[1]:
+      break
+  drafts = {b: clock.draft(b) for b in branches}
+  return Costs(
+    verify,
+    clock.step(),
+    {b: d[0] for b, d in drafts.items()},
+    {b: d[1] for b, d in drafts.items()},
+    {rows: clock.extend(rows) for rows in EXTENDED},
+  )

@@ -1,0 +1,183 @@
+"""What a drafter's trees are worth, estimated from known answers.
+
+One unrolled pass over answers that the target gave shows, for every context
+and level of the true path, the drafter's best children and which of them the
+target's token was. From that the tokens a pass of any dynamic tree follow,
+without growing one: `--tree auto` chooses by them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.speculation.tree import EAGLE1_PATHS
+from eagle_jax.training import data, features, losses
+
+LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
+NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+  """Contexts of known answers; level j is drafted below j true tokens.
+
+  scores: float32[n, levels, width], log-probabilities of the best children.
+  rank: int32[n, levels], which child the target's token was; width = none.
+  """
+
+  scores: np.ndarray
+  rank: np.ndarray
+
+  def by_rank(self) -> np.ndarray:
+    """[levels, width]: how often each child is the token, given that all
+    levels above were drafted (among all children, not the first alone)."""
+    width = self.scores.shape[-1]
+    inside = np.cumprod(self.rank < width, axis=1)
+    above = np.concatenate([np.ones((len(inside), 1)), inside[:, :-1]], axis=1)
+    hit = self.rank[..., None] == np.arange(width)
+    total = np.maximum(above.sum(0), 1)[:, None]
+    return (hit * above[..., None]).sum(0) / total
+
+
+def observe(
+  target: LoadedTarget, drafter: LoadedDrafter, packed: data.Packed
+) -> Observed:
+  """Every context of the packed answers that all levels lie behind of."""
+  module = Drafter(drafter.config)
+  network = Target(target.config, drafter.config.taps)
+  levels = max(LEVELS)
+  width = min(max(BRANCHES), drafter.config.draft_vocab_size)
+
+  @jax.jit
+  def look(target_params, params, vocabulary, tokens, mask, documents, where):
+    fused, final = features.target_features(
+      network, target_params, tokens, documents, where
+    )
+    batch = losses.Batch(tokens, mask, documents, where, fused, final)
+    scores, ranks = [], []
+    for i, out in enumerate(losses.unroll(module, params, batch, levels, None, False)):
+      logits = module.apply({"params": params}, out, method="logits")
+      best, index = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+      same = vocabulary[index] == losses.shift(tokens, 2 + i)[..., None]
+      scores.append(best)
+      ranks.append(jnp.where(same.any(-1), jnp.argmax(same, -1), width))
+    rows = losses.counted(batch, levels - 1)
+    return jnp.stack(scores, 2), jnp.stack(ranks, 2), rows
+
+  found = []
+  for r in range(len(packed)):
+    row = slice(r, r + 1)
+    scores, ranks, rows = jax.device_get(
+      look(
+        target.params,
+        drafter.params,
+        drafter.vocabulary,
+        packed.tokens[row],
+        packed.mask[row],
+        packed.documents[row],
+        packed.positions[row],
+      )
+    )
+    found.append((scores[rows], ranks[rows]))
+  return Observed(*(np.concatenate(a) for a in zip(*found, strict=True)))
+
+
+def chain_name(levels: int) -> str:
+  return f"chain::{levels}"
+
+
+def dynamic_name(nodes: int, levels: int, branch: int) -> str:
+  return f"dynamic:{nodes}:{levels}:{branch}"
+
+
+def place_on_path(
+  seen: Observed, levels: int, branch: int, seed: int = 0
+) -> np.ndarray:
+  """int[n, levels]: rank in its pool of the true path's node of each level.
+
+  The pool is drafted as `tree` does it: `branch` children of the `branch`
+  best nodes of each newest level, scores summed. Children of nodes off the
+  true path were not observed: those of another context stand in for them.
+  A node beyond the pool (or not drafted) has the place 10**9.
+
+    pool, best first   a  x  b  y  z     a, b on the true path
+    place              0  1  2  3  4  -> [0, 2]; M = 3 keeps a alone (a, x)
+  """
+  n = len(seen.rank)
+  rng = np.random.default_rng(seed)
+  ranks = np.arange(branch)
+  own = np.minimum(seen.scores[:, :, :branch], 0.0)
+  scores = own[:, 0]
+  on = ranks == seen.rank[:, :1]
+  pool_scores, pool_on = [scores], [on]
+  for level in range(1, levels):
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :branch]
+    above = np.take_along_axis(scores, best, 1)[..., None]
+    true = np.take_along_axis(on, best, 1)[..., None]
+    others = own[rng.integers(0, n, best.shape), level]
+    children = np.where(true, own[:, None, level], others)
+    scores = (above + children).reshape(n, -1)
+    hit = (ranks == seen.rank[:, level, None])[:, None]
+    on = (true & hit).reshape(n, -1)
+    pool_scores.append(scores)
+    pool_on.append(on)
+  order = np.argsort(-np.concatenate(pool_scores, 1), axis=1, kind="stable")
+  place = np.argsort(order, axis=1)
+  out, start = np.full((n, levels), 10**9), 0
+  for level, on in enumerate(pool_on):
+    here = place[:, start : start + on.shape[1]]
+    out[:, level] = np.where(on, here, 10**9).min(1)
+    start += on.shape[1]
+  return out
+
+
+def tokens_a_pass(seen: Observed) -> dict[str, float]:
+  """Expected tau of every tree of the grid, by the tree's name."""
+  width = seen.scores.shape[-1]
+  first = np.cumprod(seen.rank == 0, axis=1)
+  taus = {chain_name(L): 1 + float(first[:, :L].sum(1).mean()) for L in LEVELS}
+  inside = [{p for p in EAGLE1_PATHS if len(p) == d} for d in range(1, 6)]
+  if width >= 4:
+    depth = [
+      sum(tuple(r[: d + 1]) in paths for d, paths in enumerate(inside))
+      for r in seen.rank.tolist()
+    ]
+    taus["static"] = 1 + float(np.mean(depth))
+  for branch in BRANCHES[1:]:
+    if branch > width:
+      continue
+    for L in LEVELS:
+      place = place_on_path(seen, L, branch)
+      pool = branch * (1 + (L - 1) * branch)
+      for M in NODES:
+        if L + 1 <= M <= pool + 1:
+          kept = (place < M - 1).sum(1).mean()
+          taus[dynamic_name(M, L, branch)] = 1 + float(kept)
+  return taus
+
+
+def of_answers(
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  prompts: Sequence[Sequence[int]],
+  answers: Sequence[Sequence[int]],
+) -> Observed:
+  """`observe` of prompts and the target's own answers to them."""
+  from eagle_jax.training.chats import Document
+
+  documents = [
+    Document(
+      np.asarray([*p, *a], np.int32),
+      np.arange(len(p) + len(a)) >= len(p),
+    )
+    for p, a in zip(prompts, answers, strict=True)
+  ]
+  longest = max(len(d.ids) for d in documents)
+  return observe(target, drafter, data.pack(documents, max(longest, 512)))

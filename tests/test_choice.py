@@ -1,0 +1,200 @@
+"""--tree auto: the estimate against real trees, the rule, and what it keeps."""
+
+import dataclasses
+import json
+
+import engines
+import folders
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_losses
+import tiny
+
+from eagle_jax import choice, costs, generation, loading
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.options import DecodeOptions
+from eagle_jax.session import Session
+from eagle_jax.speculation import tree
+from eagle_jax.training import acceptance, data, losses
+
+
+def observed(n: int, levels: int = 8, width: int = 10, seed: int = 0):
+  """Made up: confident drafters hit more often, as real ones do."""
+  rng = np.random.default_rng(seed)
+  logits = np.sort(rng.normal(0, 2, (n, levels, width)))[..., ::-1]
+  scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True)) - 0.2
+  odds = np.cumsum(np.exp(scores), -1)
+  drawn = rng.random((n, levels, 1))
+  return acceptance.Observed(
+    scores.astype(np.float32), (drawn > odds).sum(-1).astype(np.int32)
+  )
+
+
+@pytest.mark.parametrize("size", [(5, 3, 2), (12, 4, 3), (60, 6, 10)])
+def test_estimate_against_real_trees(size):
+  """The twin grows the trees with `tree`: token 1 marks the true path."""
+  M, L, b = size
+  seen = observed(40)
+  n = len(seen.rank)
+  rng = np.random.default_rng(0)
+  own = np.minimum(seen.scores[:, :, :b], 0)
+  mark = lambda level: (np.arange(b) == seen.rank[:, level, None]).astype(int)
+  spec = tree.dynamic(M, L, b)
+  levels = [tree.first_level(jnp.asarray(mark(0)), jnp.asarray(own[:, 0]))]
+  for level in range(1, L):
+    best = np.asarray(tree.frontier(spec, level, levels[-1]))
+    take = lambda a, i=best: np.take_along_axis(np.asarray(a), i, 1)
+    tokens, scores = take(levels[-1].tokens), take(levels[-1].scores)
+    true = (tokens == 1)[..., None]
+    others = own[rng.integers(0, n, best.shape), level]
+    levels.append(
+      tree.next_level(
+        jnp.asarray(tokens),
+        jnp.asarray(scores),
+        jnp.asarray(best + tree.level_start(spec, level)),
+        jnp.asarray(np.where(true, mark(level)[:, None], 0)),
+        jnp.asarray(np.where(true, own[:, None, level], others)),
+        jnp.zeros(2, bool),
+      )
+    )
+  grown = tree.build(spec, jnp.full(n, 7), levels)
+  wanted = 1 + float((grown.tokens == 1).sum(1).mean())
+  got = acceptance.tokens_a_pass(seen)[acceptance.dynamic_name(M, L, b)]
+  assert got == pytest.approx(wanted)
+  assert got > 1.3
+
+
+def test_estimate_of_fixed_trees():
+  seen = observed(200)
+  got = acceptance.tokens_a_pass(seen)
+  for L in acceptance.LEVELS:
+    run = sum(
+      next((i for i, r in enumerate(row[:L]) if r), L)
+      for row in seen.rank.tolist()
+    )
+    assert got[f"chain::{L}"] == pytest.approx(1 + run / 200)
+  paths = set(tree.EAGLE1_PATHS)
+  deep = sum(
+    tuple(row[:d]) in paths for row in seen.rank.tolist() for d in range(1, 6)
+  )
+  assert got["static"] == pytest.approx(1 + deep / 200)
+  for name in got:
+    generation.named_tree(name)  # every name is a tree that can be built
+
+
+def test_observe_is_the_unrolled_drafter():
+  target = engines.target(num_layers=1)
+  drafter = tiny.drafter(target, "eagle")
+  packed = data.pack(test_losses.documents([24, 14]), 40)
+  seen = acceptance.observe(target, drafter, packed)
+  batch = test_losses.batch_of(target, drafter, packed)
+  module = Drafter(drafter.config)
+  outs = losses.unroll(module, drafter.params, batch, 8, None)
+  rows = np.flatnonzero(np.asarray(losses.counted(batch, 7))[0])
+  assert len(rows) == len(seen.rank) > 5
+  for i in (0, 5):
+    logits = np.asarray(
+      module.apply({"params": drafter.params}, outs[i][0], method="logits")
+    )
+    for at, row in enumerate(rows):
+      best = np.argsort(-logits[row], kind="stable")[:10]
+      token = packed.tokens[0, row + 2 + i]
+      found = np.flatnonzero(drafter.vocabulary[best] == token)
+      assert seen.rank[at, i] == (found[0] if found.size else 10)
+  shares = seen.by_rank()
+  assert shares.shape == (8, 10)
+  np.testing.assert_allclose(
+    shares[0], [(seen.rank[:, 0] == r).mean() for r in range(10)]
+  )
+
+
+COSTS = costs.Costs(
+  verify={1: 1.0, 8: 1.5, 16: 2.5},
+  step=0.1,
+  first={1: 0.05, 10: 0.1},
+  level={1: 0.1, 10: 0.4},
+  extend={2: 0.1, 8: 0.15},
+)
+
+
+def test_costs_between_and_beyond_what_was_timed():
+  assert COSTS.plain() == pytest.approx(1.1)
+  assert COSTS.verifying(12, 2.0) == pytest.approx(2.0 + 0.2)
+  assert COSTS.verifying(4, 1.0) == pytest.approx(1 + 0.5 * 3 / 7 + 0.1)
+  spec = tree.dynamic(8, 3, 4)  # width 4 a level, five rows to extend
+  wide = 0.05 + 0.05 / 9 * 3 + 2 * (0.1 + 0.3 / 9 * 3)
+  assert COSTS.drafting(spec) == pytest.approx(wide + 0.1 + 0.05 / 6 * 2)
+
+
+def test_the_rule_takes_the_most_tokens_a_second():
+  taus = {"chain::1": 1.5, "dynamic:8:3:4": 2.4, "dynamic:20:3:4": 9.0}
+  rate = lambda n: taus[n] / COSTS.cycle(generation.named_tree(n), taus[n])
+  name, speed = choice.best(taus, COSTS)
+  assert speed == max(rate("chain::1"), rate("dynamic:8:3:4"))
+  assert rate(name) == speed
+  # 20 nodes were not timed: they cost too much to be worth timing
+  assert name != "dynamic:20:3:4"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+  return folders.pair(tmp_path_factory.mktemp("choice"))
+
+
+def test_auto_is_measured_once_and_sizes_win(
+  pair, tmp_path, monkeypatch, capsys
+):
+  """The real measurement, on fewer sizes; then from the cache; then not at
+  all where a size is given."""
+  folders.share_programs(monkeypatch)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setattr(choice, "NODES", (1, 8))
+  monkeypatch.setattr(choice, "ANSWERS", 3)
+  monkeypatch.setattr(choice, "LENGTH", 24)
+  make = lambda **o: Session(
+    DecodeOptions(
+      target=pair.target, drafter=pair.drafter, ignore_eos=True, **o
+    )
+  )
+  spec = lambda s: s.generator.models.spec
+  with engines.fast_compiles():
+    first = spec(make(verbose=True))
+  said = capsys.readouterr().err
+  assert "estimating acceptance on 3 answers" in said
+  assert "timing verify and draft passes" in said
+  assert "tree auto: " in said.splitlines()[-1]
+  assert "x plain" in said.splitlines()[-1]
+  (kept,) = (tmp_path / "eagle_jax" / "trees").iterdir()
+  found = json.loads(kept.read_text())["choice"]
+  assert generation.named_tree(found["tree"]) == first
+  assert first.num_nodes <= 8
+  assert set(found["costs"]["verify"]) <= {"1", "8"}
+  monkeypatch.setattr(costs, "measure", None)  # nothing is timed again
+  assert spec(make()) == first
+  assert "timing" not in capsys.readouterr().err
+  given = spec(make(tree_nodes=5))
+  assert (given.kind, given.num_nodes) == ("dynamic", 5)
+  assert make(method="plain").generator.models.spec.kind == "plain"
+
+
+def test_saved_acceptance_is_used_for_its_own_drafter(pair, tmp_path):
+  target = loading.load_target(pair.target, "float32", print)
+  folder = tmp_path / "d"
+  folders.drafter(folder, pair.made)
+  drafter = loading.load_drafter(str(folder), target, print)
+  seen = observed(30)
+  choice.save_acceptance(folder, drafter, seen)
+  again = loading.load_drafter(str(folder), target, print)
+  taus = choice.taus_of(target, again, None)  # says nothing
+  wanted = acceptance.tokens_a_pass(seen)
+  assert taus == {n: round(t, 4) for n, t in wanted.items()}
+  # other weights in that folder: the file says nothing of them
+  other = dataclasses.replace(
+    again,
+    params=again.params | {"fc": {"kernel": again.params["fc"]["kernel"] + 1}},
+  )
+  bare = dataclasses.replace(target, tokenizer=None)
+  said = []
+  assert choice.taus_of(bare, other, said.append) is None
+  assert "without a chat template" in said[0]
