@@ -36,12 +36,15 @@ def batch_of(target, drafter, packed, rows=slice(None)):
   return losses.Batch(*map(jnp.asarray, parts), fused, final)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_training_steps_equal_sequential_decoding(kind):
+@pytest.mark.parametrize("variant", ["eagle", *tiny.VARIANTS])
+def test_training_steps_equal_sequential_decoding(variant):
   """Step i, row t of the unrolled pass is what a decoder computes that reads
   t + 1 true pairs and then feeds its own output back i times."""
   target = tiny.target()
-  drafter = tiny.drafter(target, kind)
+  if variant == "eagle":
+    drafter = tiny.drafter(target, "eagle")
+  else:
+    drafter = tiny.drafter(target, **tiny.VARIANTS[variant])
   packed = data.pack(documents([13]), 13)
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
@@ -65,6 +68,11 @@ def test_training_steps_equal_sequential_decoding(kind):
     fed = out[:, -1:]
     for i in range(3):
       np.testing.assert_allclose(fed[0, 0], outs[i][0, t], atol=2e-5)
+      np.testing.assert_allclose(
+        run(fed[0, 0], method="logits"),
+        run(outs[i][0, t], method="logits"),
+        atol=1e-4,
+      )
       fed, rows = run(
         tokens[:, n + 1 + i : n + 2 + i],
         fed,
@@ -241,3 +249,26 @@ def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
   np.testing.assert_allclose(again, plain, rtol=1e-5)
   for name in report:
     np.testing.assert_allclose(other[name], report[name], rtol=1e-5)
+
+
+def test_a_drafter_of_another_width_regresses_no_feature():
+  target = tiny.target()
+  drafter = tiny.drafter(target, **tiny.VARIANTS["own width"])
+  batch = batch_of(target, drafter, data.pack(documents([17]), 20))
+  table = target.params["embed_tokens"]["embedding"]
+  run = lambda weight: losses.losses(
+    Drafter(drafter.config),
+    drafter.params,
+    batch,
+    jnp.asarray(drafter.vocabulary),
+    table[drafter.vocabulary].T,
+    2,
+    losses.Weights(weight, 1.0, 0.8),
+    None,
+  )
+  loss, report = run(0.0)
+  assert np.isfinite(loss)
+  assert loss > 0
+  assert not report["feature"].any()
+  with pytest.raises(ValueError, match="width 24"):
+    run(1.0)

@@ -217,5 +217,6 @@ def load(
     ignored,
     lambda a: put(np.ascontiguousarray(a.astype(jnp.dtype(dtype)))),
     str(folder),
+    {},
   )
   return config, params

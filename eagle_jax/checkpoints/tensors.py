@@ -1,15 +1,19 @@
-"""Strict reading of safetensors files through a key table."""
+"""Strict reading of weight files through a key table."""
 
 import dataclasses
 import json
 import pathlib
+import pickle
 import re
 from collections.abc import Callable, Iterable
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from eagle_jax.errors import InputError
+
+SHOWN = 40  # mismatches in one message: all of a drafter's, not of a target's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,47 +29,89 @@ class Rule:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The safetensors files of a Hugging Face folder, single or sharded."""
-  index = folder / "model.safetensors.index.json"
-  single = folder / "model.safetensors"
-  if single.exists():
-    return [single]
-  if index.exists():
-    try:
-      names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-      raise InputError(
-        f"{index}: not an index with a weight_map: copy it again"
-      ) from None
-    missing = [n for n in names if not (folder / n).exists()]
-    if missing:
-      raise InputError(
-        f"{folder}: the index names {', '.join(missing)}, not in the folder:"
-        " download the missing shards"
-      )
-    return [folder / n for n in names]
-  hint = (
-    "; it has pytorch_model.bin: convert it to safetensors first"
-    if (folder / "pytorch_model.bin").exists()
-    else ""
+  """The weight files of a model folder, single or sharded; safetensors first,
+  else PyTorch's pickles."""
+  for single in ("model.safetensors", "pytorch_model.bin"):
+    index = folder / f"{single}.index.json"
+    if (folder / single).exists():
+      return [folder / single]
+    if index.exists():
+      return [folder / name for name in _shards(index)]
+  raise InputError(
+    f"{folder}: no model.safetensors, no pytorch_model.bin and no index file of"
+    " either: give the folder of a model"
   )
-  raise InputError(f"{folder}: no model.safetensors and no index file{hint}")
+
+
+def _shards(index: pathlib.Path) -> list[str]:
+  """The file names in an index, all of which must be there."""
+  try:
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise InputError(
+      f"{index}: not an index with a weight_map: copy it again"
+    ) from None
+  missing = [n for n in names if not (index.parent / n).exists()]
+  if missing:
+    raise InputError(
+      f"{index.parent}: the index names {', '.join(missing)}, not in the"
+      " folder: download the missing shards"
+    )
+  return names
 
 
 def read_all(
   files: Iterable[pathlib.Path],
 ) -> Iterable[tuple[str, np.ndarray]]:
-  """(name, array) of each tensor, one tensor in memory at a time."""
+  """(name, array) of each tensor: of safetensors one in memory at a time, of a
+  pickle the whole file."""
   for file in files:
-    try:
-      with safetensors.safe_open(file, framework="numpy") as f:
-        for name in f.keys():  # noqa: SIM118 (not a dict)
-          yield name, f.get_tensor(name)
-    except (safetensors.SafetensorError, OSError) as e:
-      raise InputError(
-        f"{file}: not a readable safetensors file ({e}): it may be truncated,"
-        " copy it again"
-      ) from None
+    yield from _pickled(file) if file.suffix == ".bin" else _plain(file)
+
+
+def _plain(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
+  try:
+    with safetensors.safe_open(file, framework="numpy") as f:
+      for name in f.keys():  # noqa: SIM118 (not a dict)
+        yield name, f.get_tensor(name)
+  except (safetensors.SafetensorError, OSError) as e:
+    raise InputError(
+      f"{file}: not a readable safetensors file ({e}): it may be truncated,"
+      " copy it again"
+    ) from None
+
+
+def _pickled(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
+  """A PyTorch file; weights only, so that no code in it can run."""
+  try:
+    import torch
+  except ImportError:
+    raise InputError(
+      f"{file} is a PyTorch file, and torch is not installed: pip install torch"
+      " (a CPU build will do), or convert the file to safetensors elsewhere"
+    ) from None
+  try:
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    # numpy has no bfloat16 of its own: hand its bits to ml_dtypes
+    arrays = {
+      name: tensor.view(torch.uint16).numpy().view(jnp.bfloat16)
+      if tensor.dtype == torch.bfloat16
+      else tensor.numpy()
+      for name, tensor in loaded.items()
+    }
+  except (
+    pickle.UnpicklingError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    AttributeError,
+  ) as e:
+    raise InputError(
+      f"{file}: not a readable PyTorch file of tensors"
+      f" ({str(e).splitlines()[0] if str(e) else type(e).__name__}): it may be"
+      " truncated, copy it again"
+    ) from None
+  yield from arrays.items()
 
 
 def load(
@@ -75,6 +121,7 @@ def load(
   ignored: str,
   put: Callable[[np.ndarray], object],
   where: str,
+  reasons: dict[str, str],
 ) -> dict:
   """Named tensors -> nested parameters; all mismatches in one message.
 
@@ -85,22 +132,29 @@ def load(
     ignored: a pattern of names that carry no parameter.
     put: called with each array in our layout (casts, moves to the device).
     where: file or folder, for messages.
+    reasons: pattern of an unexpected name -> why it cannot be left out.
   """
   flat, problems = {}, []
+
+  def unexpected(name: str, array: np.ndarray) -> str:
+    why = [r for p, r in reasons.items() if re.fullmatch(p, name)]
+    line = f"unexpected {name} {tuple(array.shape)}"
+    return f"{line} ({why[0]})" if why else line
+
   for name, array in tensors:
     if re.fullmatch(ignored, name):
       continue
     hits = [(r, re.fullmatch(r.pattern, name)) for r in rules]
     hits = [(r, m) for r, m in hits if m]
     if len(hits) != 1:
-      problems.append(f"unexpected {name} {tuple(array.shape)}")
+      problems.append(unexpected(name, array))
       continue
     rule, match = hits[0]
     path = match.expand(rule.path)
     if rule.transpose and array.ndim == 2:
       array = array.T
     if path not in shapes:
-      problems.append(f"unexpected {name} {tuple(array.shape)}")
+      problems.append(unexpected(name, array))
     elif tuple(array.shape) != shapes[path]:
       problems.append(
         f"{name} has shape {tuple(array.shape)} in our layout, the config"
@@ -112,8 +166,9 @@ def load(
       flat[path] = put(array)
   problems += [f"missing {p}" for p in shapes if p not in flat]
   if problems:
-    shown = "; ".join(problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    shown = "; ".join(problems[:SHOWN])
+    left = len(problems) - SHOWN
+    more = f"; and {left} more" if left > 0 else ""
     raise InputError(f"{where}: weights do not fit the config: {shown}{more}")
   return nest(flat)
 

@@ -162,7 +162,8 @@ def losses(
   """The weighted loss and what to report.
 
   The vocabulary loss leaves out rows whose target token is outside the draft
-  vocabulary; the feature loss and the metrics do not (outside = a miss).
+  vocabulary; the feature loss and the metrics do not (outside = a miss). A
+  drafter of another width than the target has no feature to regress: weight 0.
 
   Args:
     vocabulary: int32[W], target ids of the draft vocabulary.
@@ -175,6 +176,12 @@ def losses(
     and all earlier steps hit): float32[steps] each.
   """
   apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
+  if drafter.config.hidden_size != batch.final.shape[-1] and weights.feature:
+    raise ValueError(
+      f"feature weight {weights.feature}: a drafter of width"
+      f" {drafter.config.hidden_size} has no feature of the target's width"
+      f" {batch.final.shape[-1]} to regress"
+    )
   V = drafter.config.vocab_size
   inside = jnp.zeros(V, bool).at[vocabulary].set(True)
   exact = precision(batch.final.dtype)
@@ -190,10 +197,10 @@ def losses(
   for i, out in enumerate(unroll(drafter, params, batch, steps, anchors)):
     rows = at(counted(batch, i), anchors, 0).astype(jnp.float32)
     following = at(batch.tokens, anchors, 2 + i)
-    feature = jnp.sum(
-      rows
-      * smooth_l1(apply(out, method="feature"), at(batch.final, anchors, 1 + i))
-    )
+    feature = jnp.zeros(())
+    if drafter.config.hidden_size == batch.final.shape[-1]:
+      wanted = at(batch.final, anchors, 1 + i)
+      feature = jnp.sum(rows * smooth_l1(apply(out, method="feature"), wanted))
     logits = apply(out, method="logits")
     cross = -jnp.sum(
       jax.nn.softmax(at(scores, anchors, 1 + i)) * jax.nn.log_softmax(logits),
