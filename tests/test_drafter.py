@@ -12,7 +12,7 @@ from eagle_jax.checkpoints import drafters, hf_target, tensors
 from eagle_jax.models import kv_cache, masks
 from eagle_jax.models.drafter import Drafter
 
-EAGLE = ("eagle2_llama", "eagle2_qwen2")
+EAGLE = ("eagle2_llama", "eagle2_llama_bin", "eagle2_qwen2")
 EAGLE3 = ("eagle3_llama", "eagle3_qwen3")
 
 
@@ -24,6 +24,8 @@ def relative(got, wanted) -> float:
 
 
 def load(golden, case):
+  if case.endswith("_bin"):
+    pytest.importorskip("torch")
   data = golden(case)
   target, params = hf_target.load(data.folder / "target", "float32")
   loaded = drafters.load(data.folder / "drafter", target, params)
@@ -208,8 +210,8 @@ def one_row(c, params, token, feature):
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_every_switch_is_what_its_name_says(variant):
   """Against the twin; and undoing any one switch spoils it."""
-  target = tiny.target()
-  loaded = tiny.drafter(target, **tiny.VARIANTS[variant])
+  target = tiny.target(num_layers=2)
+  loaded = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS[variant])
   c = loaded.config
   feature = np.random.default_rng(5).normal(size=c.read_size) * 3
   fed, scores = one_row(c, loaded.params, 7, feature)
@@ -239,6 +241,7 @@ def test_every_switch_is_what_its_name_says(variant):
   ],
 )
 def test_switches_that_do_not_fit_are_refused(kind, changes, words):
-  config = tiny.drafter(tiny.target(), kind).config
+  taps = {"taps": (0, 1, 2)} if kind == "eagle3" else {}
+  config = tiny.drafter(tiny.target(num_layers=2), kind, **taps).config
   with pytest.raises(ValueError, match=words):
     dataclasses.replace(config, **changes)

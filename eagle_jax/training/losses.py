@@ -86,6 +86,13 @@ def smooth_l1(a: Array, b: Array) -> Array:
   return jnp.mean(jnp.where(d < 1, 0.5 * d * d, d - 0.5), axis=-1)
 
 
+def soft_cross_entropy(scores: Array, logits: Array) -> Array:
+  """Cross-entropy of logits [..., W] against softmax(scores), over the last
+  axis."""
+  wanted = jax.nn.softmax(scores)
+  return -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
+
+
 def draw_anchors(batch: Batch, R: int, key: Array) -> Array:
   """int32[B, R]: R rows of each sequence, counted ones first, by chance."""
   chance = jax.random.uniform(key, batch.tokens.shape)
@@ -202,10 +209,7 @@ def losses(
       wanted = at(batch.final, anchors, 1 + i)
       feature = jnp.sum(rows * smooth_l1(apply(out, method="feature"), wanted))
     logits = apply(out, method="logits")
-    cross = -jnp.sum(
-      jax.nn.softmax(at(scores, anchors, 1 + i)) * jax.nn.log_softmax(logits),
-      -1,
-    )
+    cross = soft_cross_entropy(at(scores, anchors, 1 + i), logits)
     known = rows * inside[following]
     vocab = jnp.sum(known * cross)
     hit = vocabulary[jnp.argmax(logits, axis=-1)] == following
