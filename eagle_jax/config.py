@@ -59,12 +59,28 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(LayerConfig):
-  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3)."""
+  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
+
+  num_experts: E, each an mlp of `mlp_size`; 0 = one mlp for all tokens.
+  experts_per_token: k, those a token goes through. norm_expert_weights: their
+  weights are scaled to sum to 1.
+  """
 
   family: str = dataclasses.field(kw_only=True)
   vocab_size: int = dataclasses.field(kw_only=True)  # V
   num_layers: int = dataclasses.field(kw_only=True)
   tied_head: bool = dataclasses.field(kw_only=True)
+  num_experts: int = 0
+  experts_per_token: int = 0
+  norm_expert_weights: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    E, k = self.num_experts, self.experts_per_token
+    if not (0 < k <= E or E == k == 0):
+      raise ValueError(
+        f"experts_per_token {k} must be from 1 to num_experts {E}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -440,6 +440,50 @@ def test_target_in_half_precision(two, tmp_path):
   same(params, jax.tree.map(lambda a: a.astype("float32"), rounded))
 
 
+def expert_weights(experts: dict, of: str) -> dict[str, np.ndarray]:
+  """The experts of layer 0 by Mixtral's names."""
+  names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+  return {
+    f"{of}{e}.{names[matrix]}.weight": np.ascontiguousarray(part.T)
+    for matrix, leaf in experts.items()
+    for e, part in enumerate(np.asarray(leaf["kernel"]))
+  }
+
+
+def test_experts_are_stacked_and_all_there(tmp_path):
+  target = tiny.target(
+    family="mixtral",
+    num_layers=1,
+    num_experts=3,
+    experts_per_token=2,
+    norm_expert_weights=True,
+  )
+  mlp = target.params["layers_0"]["mlp"]
+  block = "model.layers.0.block_sparse_moe."
+  weights = {
+    n: a for n, a in target_weights(target).items() if ".mlp." not in n
+  }
+  weights[block + "gate.weight"] = np.ascontiguousarray(
+    np.asarray(mlp["router"]["kernel"]).T
+  )
+  weights |= expert_weights(mlp["experts"], block + "experts.")
+  raw = target_json(target, num_local_experts=3, num_experts_per_tok=2)
+  folder = write(tmp_path, weights, raw)
+  config, params = hf_target.load(folder, "float32")
+  assert config == target.config
+  same(params, target.params)
+
+  experts = block + "experts."
+  del weights[experts + "1.w2.weight"]
+  weights[experts + "3.w1.weight"] = weights[experts + "0.w1.weight"]
+  write(folder, weights, raw)
+  with refused(
+    "missing layers_0/mlp/experts/down_proj/kernel (2 of them there)",
+    f"unexpected {experts}3.w1.weight",
+  ):
+    hf_target.load(folder, "float32")
+
+
 def test_tied_target_may_store_its_head_again(tmp_path):
   target = tiny.target(num_layers=1, tied_head=True)
   weights = target_weights(target)
@@ -505,6 +549,16 @@ def test_truncated_weights_are_refused(keep, two, tmp_path):
     ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "silu")),
     ({"mlp_bias": True}, ("mlp_bias",)),
     ({"num_key_value_heads": 3}, ("num_kv_heads 3",)),
+    (
+      {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+      ("mlp_only_layers", "mix"),
+    ),
+    ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
+    (
+      {"model_type": "mixtral", "num_local_experts": 2}
+      | {"num_experts_per_tok": 3},
+      ("experts_per_token 3",),
+    ),
     ({"head_dim": 7}, ("head_size 7",)),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

@@ -36,7 +36,7 @@ def batch_of(target, drafter, packed, rows=slice(None)):
   return losses.Batch(*map(jnp.asarray, parts), fused, final)
 
 
-@pytest.mark.parametrize("variant", ["eagle", *tiny.VARIANTS])
+@pytest.mark.parametrize("variant", ["eagle", "window", *tiny.VARIANTS])
 def test_training_steps_equal_sequential_decoding(variant):
   """Step i, row t of the unrolled pass is what a decoder computes that reads
   t + 1 true pairs and then feeds its own output back i times."""
@@ -44,7 +44,8 @@ def test_training_steps_equal_sequential_decoding(variant):
   if variant == "eagle":
     drafter = tiny.drafter(target, "eagle")
   else:
-    drafter = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS[variant])
+    changes = tiny.VARIANTS | {"window": {"sliding_window": 4}}
+    drafter = tiny.drafter(target, taps=(0, 1, 2), **changes[variant])
   packed = data.pack(documents([13]), 13)
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
@@ -183,11 +184,13 @@ def test_acceptance_chain():
   np.testing.assert_allclose(figures["tau"], 1 + 0.5 + 0.2 + 0.1)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_anchor_rows_give_what_all_rows_give_there(kind):
+@pytest.mark.parametrize(
+  ("kind", "window"), [("eagle", None), ("eagle3", None), ("eagle", 4)]
+)
+def test_anchor_rows_give_what_all_rows_give_there(kind, window):
   """Leaving rows out after step 0 changes no output of the others."""
   target = tiny.target()
-  drafter = tiny.drafter(target, kind)
+  drafter = tiny.drafter(target, kind, sliding_window=window)
   batch = batch_of(target, drafter, data.pack(documents([17, 9, 12]), 40))
   module = Drafter(drafter.config)
   anchors = losses.draw_anchors(batch, 12, jax.random.key(0))

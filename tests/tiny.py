@@ -63,7 +63,7 @@ def target(
     jax.random.key(seed), ids, ids, masks.Attend(own=masks.Itself()), None
   )["params"]
   params = jax.tree.map(
-    lambda a: a * 6.0 if a.ndim == 2 and a.shape[0] != V else a, params
+    lambda a: a * 6.0 if a.ndim > 1 and a.shape[0] != V else a, params
   )
   return LoadedTarget("tiny", config, params, None, ends)
 
@@ -103,7 +103,7 @@ def drafter(
   params = start.with_target(
     start.random(config, seed), config, t, target.params, vocabulary
   )
-  if config.hidden_size == t.hidden_size:
+  if config.hidden_size == t.hidden_size and not t.num_experts:
     params = start.from_last_layer(params, config, t, target.params)
   if changes:  # norms start at 1 and biases at 0: a test would not see them
     params = jax.tree.map(

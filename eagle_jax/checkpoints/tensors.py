@@ -21,11 +21,14 @@ class Rule:
   """One line of a key table: file name pattern -> parameter path.
 
   path may use the pattern's groups; transpose turns [out, in] into [in, out].
+  number: the group that counts the parts of one parameter (experts), which
+  are stacked on a leading axis; 0 = the tensor is the whole parameter.
   """
 
   pattern: str
   path: str
   transpose: bool = False
+  number: int = 0
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -135,6 +138,7 @@ def load(
     reasons: pattern of an unexpected name -> why it cannot be left out.
   """
   flat, problems = {}, []
+  parts: dict[str, dict[int, np.ndarray]] = {}  # of stacks not whole yet
 
   def unexpected(name: str, array: np.ndarray) -> str:
     why = [r for p, r in reasons.items() if re.fullmatch(p, name)]
@@ -153,18 +157,30 @@ def load(
     path = match.expand(rule.path)
     if rule.transpose and array.ndim == 2:
       array = array.T
-    if path not in shapes:
+    wanted = shapes.get(path, ())
+    number = int(match[rule.number]) if rule.number else 0
+    stack = parts.setdefault(path, {}) if rule.number else None
+    if path not in shapes or (rule.number and number >= wanted[0]):
       problems.append(unexpected(name, array))
-    elif tuple(array.shape) != shapes[path]:
+      continue
+    wanted = wanted[1:] if rule.number else wanted
+    if tuple(array.shape) != wanted:
       problems.append(
         f"{name} has shape {tuple(array.shape)} in our layout, the config"
-        f" wants {shapes[path]}"
+        f" wants {wanted}"
       )
-    elif path in flat:
+    elif path in flat or (stack is not None and number in stack):
       problems.append(f"{name} is there twice")
-    else:
+    elif stack is None:
       flat[path] = put(array)
-  problems += [f"missing {p}" for p in shapes if p not in flat]
+    else:
+      stack[number] = array
+      if len(stack) == shapes[path][0]:
+        flat[path] = put(np.stack([stack.pop(i) for i in range(len(stack))]))
+  for path in shapes:
+    if path not in flat:
+      some = f" ({len(parts[path])} of them there)" if parts.get(path) else ""
+      problems.append(f"missing {path}{some}")
   if problems:
     shown = "; ".join(problems[:SHOWN])
     left = len(problems) - SHOWN

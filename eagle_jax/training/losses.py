@@ -137,16 +137,22 @@ def unroll(
   )
   fed = at(fed, anchors, 0)
   outs, rows = [fed], []
-  earlier = masks.Causal(batch.documents)
-  if anchors is not None:
-    visible = masks.block_mask(earlier, batch.positions, None)
-    earlier = masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
+
+  def earlier(i: int) -> masks.Causal | masks.Tree:
+    """The step-0 rows that step i sees, i positions further on."""
+    causal = masks.Causal(batch.documents, batch.positions)
+    if anchors is None:
+      return causal
+    window = drafter.config.sliding_window
+    visible = masks.block_mask(causal, batch.positions + i, window)
+    return masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
+
   for i in range(1, steps):
     fed, made = apply(
       at(batch.tokens, anchors, 1 + i),
       fed,
       at(batch.positions, anchors, 0) + i,
-      masks.Attend(own=masks.Itself(), earlier=earlier),
+      masks.Attend(own=masks.Itself(), earlier=earlier(i)),
       None,
       first,
       tuple(rows),
