@@ -374,6 +374,54 @@ def test_missing_field_of_a_drafter_is_named(small, tmp_path):
     load(folder, small)
 
 
+def test_a_bias_that_is_dropped_is_missed(small, tmp_path):
+  """Qwen2 heads without one of their biases still run, and draft worse."""
+  folder = saved(tmp_path, drafter(small, qkv_bias=True))
+  change(folder, lambda w, raw: w.pop("midlayer.self_attn.k_proj.bias"))
+  with refused("missing self_attn/k_proj/bias"):
+    load(folder, small)
+
+
+def test_another_width_needs_tables_of_its_own(small, tmp_path):
+  wide = {"hidden_size": 24, "target_hidden_size": tiny.D}
+  made = drafter(small, **wide, own_embedding=True)
+  folder = saved(tmp_path, made)
+  same(load(folder, small).params, made.params)
+  change(folder, lambda weights, raw: weights.pop("lm_head.weight"))
+  with refused("missing lm_head/kernel"):
+    load(folder, small)
+  change(folder, lambda weights, raw: weights.pop("embed_tokens.weight"))
+  with refused("its own embedding"):
+    load(folder, small)
+
+
+def test_a_copy_of_the_targets_table_is_not_held_twice(small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+  table = np.asarray(small.params["embed_tokens"]["embedding"])
+  change(folder, lambda w, raw: w.update({"embed_tokens.weight": table}))
+  back = load(folder, small)
+  assert not back.config.own_embedding
+  assert back.params["embed_tokens"] is small.params["embed_tokens"]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_tables_of_another_size_are_refused(name, small, tmp_path):
+  """Unpadded beside a padded one: the last ids would be another's."""
+  folder = saved(tmp_path, drafter(small))
+  table = np.ones((tiny.V - 3, tiny.D), np.float32)
+  change(folder, lambda weights, raw: weights.update({name: table}))
+  with refused(name, "61"):
+    load(folder, small)
+
+
+def test_head_and_embedding_of_two_sizes_are_refused(two, tmp_path):
+  weights = target_weights(two)
+  weights["lm_head.weight"] = weights["lm_head.weight"][:-3].copy()
+  folder = write(tmp_path, weights, target_json(two))
+  with refused("lm_head.weight has shape (32, 61)", "(32, 64)"):
+    hf_target.load(folder, "float32")
+
+
 def test_all_mismatches_are_in_one_message(small, tmp_path):
   folder = saved(tmp_path, drafter(small))
 
@@ -666,6 +714,29 @@ def test_names_that_are_no_folder_are_refused(tmp_path):
   for name in (str(tmp_path / "none"), "./none", "plain", "a/b/c"):
     with refused(name, "folder", "smollm2-135m-instruct"):
       loading.load_target(name, "float32", print)
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "pytorch_model.bin"])
+def test_hub_pickles_are_fetched_only_without_safetensors(
+  kept, tmp_path, monkeypatch
+):
+  import huggingface_hub
+
+  asked = []
+
+  def download(name, allow_patterns):
+    asked.append(allow_patterns)
+    if any(kept.endswith(p.removeprefix("*")) for p in allow_patterns):
+      (tmp_path / kept).touch()
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+  assert loading.drafter_folder("owner/name") == tmp_path
+  assert (["*.bin"] in asked) == (kept == "pytorch_model.bin")
+  asked.clear()
+  with refused("config.json does not exist"):
+    loading.target_config("owner/name", print)
+  assert asked == [["*.json", "*.model", "*.jinja"]]
 
 
 @pytest.mark.parametrize(

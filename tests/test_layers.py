@@ -350,7 +350,7 @@ def moe(**changes):
 @pytest.mark.parametrize("norm", [True, False])
 def test_experts_are_each_tokens_own_mlps(norm):
   """Against the twin that takes token by token and expert by expert."""
-  config, params, module = moe(norm_expert_weights=norm)
+  _, params, module = moe(norm_expert_weights=norm)
   x = np.asarray(jax.random.normal(jax.random.key(1), (2, 7, tiny.D)))
   got = module.apply({"params": params}, jnp.asarray(x))
   p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
