@@ -16,7 +16,7 @@ import tqdm
 from flax import struct
 
 from eagle_jax import loading
-from eagle_jax.checkpoints import drafter_configs, drafters
+from eagle_jax.checkpoints import drafters
 from eagle_jax.config import DrafterConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
@@ -232,7 +232,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   tapped = c.kind == "eagle3" or c.features == "cached"
   taps = tuple(c.taps)
   if tapped and not taps:
-    taps = drafter_configs.official_taps(target_config.num_layers)
+    taps = drafters.official_taps(target_config.num_layers)
   if max(taps, default=0) > target_config.num_layers:
     raise InputError(
       f"taps {taps} reach past the target's {target_config.num_layers} layers"
