@@ -59,12 +59,28 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(LayerConfig):
-  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3)."""
+  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
+
+  num_experts: E, each an mlp of `mlp_size`; 0 = one mlp for all tokens.
+  experts_per_token: k, those a token goes through. norm_expert_weights: their
+  weights are scaled to sum to 1.
+  """
 
   family: str = dataclasses.field(kw_only=True)
   vocab_size: int = dataclasses.field(kw_only=True)  # V
   num_layers: int = dataclasses.field(kw_only=True)
   tied_head: bool = dataclasses.field(kw_only=True)
+  num_experts: int = 0
+  experts_per_token: int = 0
+  norm_expert_weights: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    E, k = self.num_experts, self.experts_per_token
+    if not (0 < k <= E or E == k == 0):
+      raise ValueError(
+        f"experts_per_token {k} must be from 1 to num_experts {E}"
+      )
 
 
 INPUTS = ("feature+token", "feature+unshifted", "feature", "token")
@@ -78,6 +94,13 @@ class DrafterConfig(LayerConfig):
     the target's head (EAGLE-1/2).
   kind "eagle3": reads the inputs of the target layers `taps`, fused by one
     matrix, and has a norm and a head of its own (EAGLE-3).
+  target_hidden_size: width of the target's features, where it is not D; such
+    a drafter has a token table and a head of its own.
+  own_embedding: the token table is stored with the drafter; else the target's.
+  fc_norm: each tap has an RMSNorm before the fusion (EAGLE-3.1).
+  norm_before_fc: one RMSNorm over all taps before it (speculators).
+  norm_before_residual: the residual starts after `hidden_norm` (speculators).
+  norm_output: rows are fed back after the final norm (EAGLE-3.1).
   draft_noise: strength s of the shared Gumbel noise in drafting, calibrated
     after training (`training.calibrate`); 0 drafts by probability alone.
   inputs: what each row reads, one of INPUTS (`models.drafter`); all but the
@@ -89,8 +112,20 @@ class DrafterConfig(LayerConfig):
   draft_vocab_size: int = dataclasses.field(kw_only=True)  # W
   taps: tuple[int, ...] = ()
   fc_bias: bool = False
+  target_hidden_size: int | None = None
+  own_embedding: bool = False
+  fc_norm: bool = False
+  norm_before_fc: bool = False
+  norm_before_residual: bool = False
+  norm_output: bool = False
   draft_noise: float = 0.0
   inputs: str = "feature+token"
+
+  @property
+  def read_size(self) -> int:
+    """Width of what the drafter reads of the target a token."""
+    width = self.target_hidden_size or self.hidden_size
+    return width * max(len(self.taps), 1)
 
   def __post_init__(self):
     super().__post_init__()
@@ -118,6 +153,26 @@ class DrafterConfig(LayerConfig):
       raise ValueError(
         f"draft_vocab_size {self.draft_vocab_size} is outside 1.."
         f"{self.vocab_size}, the target's vocabulary"
+      )
+    other = self.target_hidden_size not in (None, self.hidden_size)
+    switches = {
+      "fc_norm": self.fc_norm,
+      "norm_before_fc": self.norm_before_fc,
+      "norm_before_residual": self.norm_before_residual,
+      "norm_output": self.norm_output,
+      f"target_hidden_size {self.target_hidden_size}": other,
+    }
+    if self.kind == "eagle" and any(switches.values()):
+      raise ValueError(
+        f"{', '.join(n for n, on in switches.items() if on)}: only kind"
+        " 'eagle3' has it"
+      )
+    if self.fc_norm and self.norm_before_fc:
+      raise ValueError("fc_norm and norm_before_fc exclude each other")
+    if other and not self.own_embedding:
+      raise ValueError(
+        f"hidden_size {self.hidden_size} is not the target's"
+        f" {self.target_hidden_size}: such a drafter needs its own embedding"
       )
 
 

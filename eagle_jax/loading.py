@@ -43,8 +43,11 @@ class LoadedTarget:
     return digest.hexdigest()[:16]
 
 
-def _folder(name: str, what: str) -> pathlib.Path:
-  """A folder on disk, else a hub name (owner/name)."""
+def _folder(
+  name: str, what: str, weights: tuple[str, ...] = ("*.safetensors", "*.bin")
+) -> pathlib.Path:
+  """A folder on disk, else a hub name (owner/name); PyTorch files are fetched
+  where there are no safetensors."""
   path = pathlib.Path(name).expanduser()
   try:
     if path.is_dir():
@@ -57,14 +60,21 @@ def _folder(name: str, what: str) -> pathlib.Path:
       " (owner/name), or a built-in name"
       f" ({DEFAULT_TARGET if what == 'target' else ', '.join(shipped())})"
     )
+  return _fetch(name, what, weights)
+
+
+def _fetch(name: str, what: str, weights: tuple[str, ...]) -> pathlib.Path:
+  """The hub's files: texts, and weights of the first kind that it has."""
   import huggingface_hub
 
+  texts = ["*.json", "*.model", "*.jinja"]
   try:
-    return pathlib.Path(
-      huggingface_hub.snapshot_download(
-        name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]
-      )
-    )
+    folder = huggingface_hub.snapshot_download(name, allow_patterns=texts)
+    for kind in weights:
+      huggingface_hub.snapshot_download(name, allow_patterns=[kind])
+      if list(pathlib.Path(folder).glob(kind)):
+        break
+    return pathlib.Path(folder)
   except Exception as e:
     raise InputError(
       f"{what} {name!r} could not be fetched from the hub"
@@ -140,13 +150,29 @@ def load_target(
   return LoadedTarget(name, config, params, load_tokenizer(folder), ends)
 
 
+def target_config(name: str, say) -> tuple[dict, TargetConfig]:
+  """config.json of a target and ours of it, without reading any weight."""
+  if is_default(name):
+    folder = gguf_target.default_folder(say)
+  else:
+    folder = _folder(name, "target", ())
+  raw = hf_target.read_config(folder)
+  file = str(folder / "config.json")
+  return raw, hf_target.target_config(raw, "float32", file)
+
+
+def drafter_folder(name: str) -> pathlib.Path:
+  """A shipped drafter by name, a folder, or a hub name."""
+  return SHIPPED / name if name in shipped() else _folder(name, "drafter")
+
+
 def load_drafter(name: str, target: LoadedTarget, say) -> LoadedDrafter:
-  """A shipped drafter by name, a folder, or a hub name.
+  """A shipped drafter by name, a folder, or a hub name; of any layout.
 
   Says so where the drafter was trained with another chat template: that
   costs acceptance, not correctness.
   """
-  folder = SHIPPED / name if name in shipped() else _folder(name, "drafter")
+  folder = drafter_folder(name)
   drafter = drafters.load(folder, target.config, target.params)
   trained_with = drafter.notes.get("chat_template")
   now = getattr(target.tokenizer, "chat_template", None)

@@ -44,10 +44,13 @@ def build(
   lazy_head: bool = True,
   layers: int = 8,
   window: int | None = None,
+  variant: str | None = None,
+  experts: tuple = (),
 ) -> Engine:
-  """kind None: plain decoding."""
-  t = target(num_layers=layers, sliding_window=window)
-  drafter = tiny.drafter(t, kind) if kind else None
+  """kind None: plain decoding. variant: one of tiny.VARIANTS."""
+  t = target(num_layers=layers, sliding_window=window, **dict(experts))
+  changes = {"taps": (0, 1, 2), **tiny.VARIANTS[variant]} if variant else {}
+  drafter = tiny.drafter(t, kind, **changes) if kind else None
   m = loading.models(t, drafter, spec if kind else tree.plain())
   return Engine(m.replace(lazy_head=lazy_head), B, context)
 

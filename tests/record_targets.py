@@ -1,12 +1,14 @@
-"""python tests/record_targets.py: tiny targets and transformers' logits.
+"""python tests/record_targets.py [NAME ...]: tiny targets and their logits.
 
-Writes tests/goldens/targets/NAME/ (config.json, model.safetensors in half
-precision, expected.npy), so that parity is tested where torch is not
+Writes what transformers gives for all families of test_target.py, or for the
+named ones, to tests/goldens/targets/NAME/ (config.json, model.safetensors in
+half precision, expected.npy), so that parity is tested where torch is not
 installed. Needs the extra `parity`.
 """
 
 import json
 import pathlib
+import sys
 
 import numpy as np
 
@@ -24,13 +26,14 @@ def slug(name: str) -> str:
   return name.replace(",", "").replace("/", "").replace(" ", "_")
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
   import torch
   import transformers
-  from safetensors.numpy import save_file
   from test_target import COMMON, FAMILIES
 
   for name, (kind, fields, _) in FAMILIES.items():
+    if names and name not in names:
+      continue
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**COMMON | SMALL | fields)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -39,18 +42,12 @@ def main() -> None:
         p.copy_(p.half().float())
       logits = model.eval()(torch.tensor(IDS)).logits.numpy()
     folder = GOLDENS / slug(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    skip = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    weights = {
-      n: np.ascontiguousarray(a.detach().half().numpy())
-      for n, a in model.state_dict().items()
-      if n not in skip
-    }
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    model.half().save_pretrained(folder)  # by the names that the hub has
+    (folder / "generation_config.json").unlink()
     raw = {k: v for k, v in config.to_dict().items() if v is not None}
     (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
     np.save(folder / "expected.npy", logits.astype(np.float32))
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pickle
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -84,12 +86,18 @@ def drafter(target, kind="eagle3", W=48, **changes):
   """A drafter whose every leaf is random, its own head included."""
   loaded = tiny.drafter(target, kind, W)
   config = dataclasses.replace(loaded.config, **changes)
+  W = config.draft_vocab_size
+  if W == tiny.V:
+    loaded = dataclasses.replace(
+      loaded, vocabulary=np.arange(W, dtype=np.int32)
+    )
   params = start.random(config, 0)
   rng = np.random.default_rng(3)
   params = jax.tree.map(
     lambda a: jnp.asarray(rng.standard_normal(a.shape), jnp.float32), params
   )
-  params["embed_tokens"] = target.params["embed_tokens"]
+  if not config.own_embedding:
+    params["embed_tokens"] = target.params["embed_tokens"]
   return dataclasses.replace(loaded, config=config, params=params)
 
 
@@ -214,7 +222,9 @@ def test_extra_input_layernorm_in_an_eagle_layer_is_refused(small, tmp_path):
   folder = saved(tmp_path, drafter(small, "eagle"))
   extra = {"layers.0.input_layernorm.weight": np.ones(tiny.D, np.float32)}
   change(folder, lambda weights, raw: weights.update(extra))
-  with refused("unexpected layers.0.input_layernorm.weight"):
+  with refused(
+    "unexpected layers.0.input_layernorm.weight", "falls from .57 to .13"
+  ):
     load(folder, small)
 
 
@@ -230,10 +240,6 @@ def negative(weights, raw):
   weights["d2t"][0] = -1
 
 
-def not_ascending(weights, raw):
-  weights["d2t"][1] = weights["d2t"][0] - 1
-
-
 def no_d2t(weights, raw):
   del weights["d2t"], weights["t2d"]
 
@@ -244,23 +250,59 @@ def short_d2t(weights, raw):
 
 def zero_d2t(weights, raw):
   weights["d2t"] *= 0
+  del weights["t2d"]
+
+
+def counting_d2t(weights, raw):
+  weights["d2t"] = np.arange(20)
+  weights["lm_head.weight"] = weights["lm_head.weight"][:20].copy()
+  raw["draft_vocab_size"] = 20
+  del weights["t2d"]
+
+
+def twice_the_same(weights, raw):
+  weights["d2t"][1] = weights["d2t"][0] - 1
+  del weights["t2d"]
 
 
 def other_t2d(weights, raw):
-  weights["t2d"] = ~weights["t2d"]
+  t2d = np.roll(weights["t2d"], 1)
+  assert (t2d != weights["t2d"]).any()
+  weights["t2d"] = t2d
+
+
+def fewer_tokens_than_ids(weights, raw):
+  """A table made from 40 seen tokens, padded with nothing."""
+  weights["t2d"][np.flatnonzero(weights["t2d"])[40:]] = False
+
+
+def wide_t2d(weights, raw):
+  weights["t2d"] = np.append(weights["t2d"], False)
+
+
+def without_t2d(edit):
+  def both(weights, raw):
+    edit(weights, raw)
+    del weights["t2d"]
+
+  return both
 
 
 @pytest.mark.parametrize(
   ("edit", "word"),
   [
-    (ids_as_d2t, "offsets"),
-    (out_of_range, "outside 0..63"),
-    (negative, "outside 0..63"),
-    (not_ascending, "ascending"),
+    (without_t2d(ids_as_d2t), "it holds target ids"),
+    (without_t2d(out_of_range), "of 0..63"),
+    (without_t2d(negative), "target ids -1.."),
+    (out_of_range, "t2d marks 48 ids that are not"),
+    (twice_the_same, "1 of them twice"),
     (no_d2t, "d2t is missing"),
     (short_d2t, "(47,)"),
-    (zero_d2t, "t2d"),
+    (wide_t2d, "(65,)"),
+    (zero_d2t, "never filled"),
+    (counting_d2t, "no t2d to tell"),
     (other_t2d, "t2d"),
+    (fewer_tokens_than_ids, "larger than the tokens it was made from"),
   ],
 )
 def test_wrong_ids_are_refused(edit, word, small, tmp_path):
@@ -269,9 +311,49 @@ def test_wrong_ids_are_refused(edit, word, small, tmp_path):
     load(folder, small)
 
 
+def t2d_alone(weights, raw):
+  del weights["d2t"]
+
+
+def d2t_alone(weights, raw):
+  del weights["t2d"]
+
+
+def unfilled_d2t(weights, raw):
+  weights["d2t"] *= 0
+
+
+def unfilled_t2d(weights, raw):
+  weights["t2d"] |= True
+
+
+@pytest.mark.parametrize(
+  "edit", [ids_as_d2t, t2d_alone, d2t_alone, unfilled_d2t, unfilled_t2d]
+)
+def test_tables_with_a_known_fault_are_read_right(edit, small, tmp_path):
+  """Where the other table tells what this one means."""
+  made = drafter(small)
+  folder = change(saved(tmp_path, made), edit)
+  np.testing.assert_array_equal(load(folder, small).vocabulary, made.vocabulary)
+
+
+def test_counting_d2t_of_a_full_vocabulary_is_identity(small, tmp_path):
+  folder = saved(tmp_path, drafter(small, W=tiny.V))
+  counting = {"d2t": np.arange(tiny.V), "t2d": np.ones(tiny.V, bool)}
+  change(folder, lambda w, raw: w.update(counting))
+  assert load(folder, small).vocabulary.tolist() == list(range(tiny.V))
+
+
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
+    ({"num_hidden_layers": 2}, ("num_hidden_layers 2", "one layer")),
+    ({"hidden_act": "gelu"}, ("hidden_act 'gelu'",)),
+    ({"target_hidden_size": 48}, ("hidden_size 48", 32, "another model")),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, ("tapped layers",)),
+    ({"norm_output": True}, ("two meanings", "--norm_output=fed_back")),
+    ({"speculators_model_type": "peagle"}, ("'peagle'", "only 'eagle3'")),
+    ({"speculators_model_type": "eagle3"}, ("norm_before_residual", "vLLM")),
     ({"hidden_size": 48}, ("hidden_size", 48, 32, "another model")),
     ({"vocab_size": 96}, ("vocab_size", 96, 64, "another model")),
     ({"draft_vocab_size": 65}, ("draft_vocab_size", 65)),
@@ -290,6 +372,54 @@ def test_missing_field_of_a_drafter_is_named(small, tmp_path):
   change(folder, lambda weights, raw: raw.pop("rms_norm_eps"))
   with refused("rms_norm_eps", "missing"):
     load(folder, small)
+
+
+def test_a_bias_that_is_dropped_is_missed(small, tmp_path):
+  """Qwen2 heads without one of their biases still run, and draft worse."""
+  folder = saved(tmp_path, drafter(small, qkv_bias=True))
+  change(folder, lambda w, raw: w.pop("midlayer.self_attn.k_proj.bias"))
+  with refused("missing self_attn/k_proj/bias"):
+    load(folder, small)
+
+
+def test_another_width_needs_tables_of_its_own(small, tmp_path):
+  wide = {"hidden_size": 24, "target_hidden_size": tiny.D}
+  made = drafter(small, **wide, own_embedding=True)
+  folder = saved(tmp_path, made)
+  same(load(folder, small).params, made.params)
+  change(folder, lambda weights, raw: weights.pop("lm_head.weight"))
+  with refused("missing lm_head/kernel"):
+    load(folder, small)
+  change(folder, lambda weights, raw: weights.pop("embed_tokens.weight"))
+  with refused("its own embedding"):
+    load(folder, small)
+
+
+def test_a_copy_of_the_targets_table_is_not_held_twice(small, tmp_path):
+  folder = saved(tmp_path, drafter(small))
+  table = np.asarray(small.params["embed_tokens"]["embedding"])
+  change(folder, lambda w, raw: w.update({"embed_tokens.weight": table}))
+  back = load(folder, small)
+  assert not back.config.own_embedding
+  assert back.params["embed_tokens"] is small.params["embed_tokens"]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_tables_of_another_size_are_refused(name, small, tmp_path):
+  """Unpadded beside a padded one: the last ids would be another's."""
+  folder = saved(tmp_path, drafter(small))
+  table = np.ones((tiny.V - 3, tiny.D), np.float32)
+  change(folder, lambda weights, raw: weights.update({name: table}))
+  with refused(name, "61"):
+    load(folder, small)
+
+
+def test_head_and_embedding_of_two_sizes_are_refused(two, tmp_path):
+  weights = target_weights(two)
+  weights["lm_head.weight"] = weights["lm_head.weight"][:-3].copy()
+  folder = write(tmp_path, weights, target_json(two))
+  with refused("lm_head.weight has shape (32, 61)", "(32, 64)"):
+    hf_target.load(folder, "float32")
 
 
 def test_all_mismatches_are_in_one_message(small, tmp_path):
@@ -358,6 +488,50 @@ def test_target_in_half_precision(two, tmp_path):
   same(params, jax.tree.map(lambda a: a.astype("float32"), rounded))
 
 
+def expert_weights(experts: dict, of: str) -> dict[str, np.ndarray]:
+  """The experts of layer 0 by Mixtral's names."""
+  names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+  return {
+    f"{of}{e}.{names[matrix]}.weight": np.ascontiguousarray(part.T)
+    for matrix, leaf in experts.items()
+    for e, part in enumerate(np.asarray(leaf["kernel"]))
+  }
+
+
+def test_experts_are_stacked_and_all_there(tmp_path):
+  target = tiny.target(
+    family="mixtral",
+    num_layers=1,
+    num_experts=3,
+    experts_per_token=2,
+    norm_expert_weights=True,
+  )
+  mlp = target.params["layers_0"]["mlp"]
+  block = "model.layers.0.block_sparse_moe."
+  weights = {
+    n: a for n, a in target_weights(target).items() if ".mlp." not in n
+  }
+  weights[block + "gate.weight"] = np.ascontiguousarray(
+    np.asarray(mlp["router"]["kernel"]).T
+  )
+  weights |= expert_weights(mlp["experts"], block + "experts.")
+  raw = target_json(target, num_local_experts=3, num_experts_per_tok=2)
+  folder = write(tmp_path, weights, raw)
+  config, params = hf_target.load(folder, "float32")
+  assert config == target.config
+  same(params, target.params)
+
+  experts = block + "experts."
+  del weights[experts + "1.w2.weight"]
+  weights[experts + "3.w1.weight"] = weights[experts + "0.w1.weight"]
+  write(folder, weights, raw)
+  with refused(
+    "missing layers_0/mlp/experts/down_proj/kernel (2 of them there)",
+    f"unexpected {experts}3.w1.weight",
+  ):
+    hf_target.load(folder, "float32")
+
+
 def test_tied_target_may_store_its_head_again(tmp_path):
   target = tiny.target(num_layers=1, tied_head=True)
   weights = target_weights(target)
@@ -385,11 +559,11 @@ def test_target_mismatches_are_in_one_message(two, tmp_path):
     hf_target.load(folder, "float32")
 
 
-def test_long_lists_of_mismatches_are_cut_and_counted(two, tmp_path):
-  weights = {"model.norm.weight": target_weights(two)["model.norm.weight"]}
-  folder = write(tmp_path, weights, target_json(two))
-  wanted = len(tensors.flatten(two.params)) - 1
-  with refused(f"and {wanted - 8} more"):
+def test_long_lists_of_mismatches_are_cut_and_counted(small, tmp_path):
+  weights = {"model.norm.weight": target_weights(small)["model.norm.weight"]}
+  folder = write(tmp_path, weights, target_json(small))
+  wanted = len(tensors.flatten(small.params)) - 1
+  with refused(f"and {wanted - tensors.SHOWN} more"):
     hf_target.load(folder, "float32")
 
 
@@ -423,6 +597,16 @@ def test_truncated_weights_are_refused(keep, two, tmp_path):
     ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "silu")),
     ({"mlp_bias": True}, ("mlp_bias",)),
     ({"num_key_value_heads": 3}, ("num_kv_heads 3",)),
+    (
+      {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+      ("mlp_only_layers", "mix"),
+    ),
+    ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
+    (
+      {"model_type": "mixtral", "num_local_experts": 2}
+      | {"num_experts_per_tok": 3},
+      ("experts_per_token 3",),
+    ),
     ({"head_dim": 7}, ("head_size 7",)),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -478,8 +662,48 @@ def test_folder_without_files_is_refused(two, tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(target_json(two)))
   with refused("no model.safetensors"):
     hf_target.load(tmp_path, "float32")
+
+
+def test_pickles_are_read_as_tensors_only(two, tmp_path):
+  """Single and sharded; half precision bit for bit; code in one is not run."""
+  torch = pytest.importorskip("torch")
+  weights = target_weights(two)
+  halves = {
+    n: torch.from_numpy(a.copy()).to(torch.bfloat16) for n, a in weights.items()
+  }
+  folder = write(tmp_path, weights, target_json(two))
+  (folder / "model.safetensors").unlink()
+  torch.save(halves, folder / "pytorch_model.bin")
+  _, params = hf_target.load(folder, "float32")
+  rounded = lambda a: a.astype("bfloat16").astype("float32")
+  same(params, jax.tree.map(rounded, two.params))
+
+  (folder / "pytorch_model.bin").unlink()
+  names = sorted(weights)
+  for file, part in (("a.bin", names[::2]), ("b.bin", names[1::2])):
+    torch.save(
+      {n: torch.from_numpy(weights[n].copy()) for n in part}, folder / file
+    )
+  index = {n: "ab"[i % 2] + ".bin" for i, n in enumerate(names)}
+  (folder / "pytorch_model.bin.index.json").write_text(
+    json.dumps({"weight_map": index})
+  )
+  same(hf_target.load(folder, "float32")[1], two.params)
+
+  for content in (b"", b"PK", pickle.dumps({"x": print}, 2)):
+    (folder / "a.bin").write_bytes(content)
+    with refused("a.bin", "PyTorch"):
+      hf_target.load(folder, "float32")
+  torch.save({"x": test_pickles_are_read_as_tensors_only}, folder / "a.bin")
+  with refused("a.bin", "PyTorch"):
+    hf_target.load(folder, "float32")
+
+
+def test_pickles_without_torch_are_refused(two, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "torch", None)
+  (tmp_path / "config.json").write_text(json.dumps(target_json(two)))
   (tmp_path / "pytorch_model.bin").write_bytes(b"")
-  with refused("pytorch_model.bin", "convert"):
+  with refused("pytorch_model.bin", "pip install torch"):
     hf_target.load(tmp_path, "float32")
 
 
@@ -490,6 +714,29 @@ def test_names_that_are_no_folder_are_refused(tmp_path):
   for name in (str(tmp_path / "none"), "./none", "plain", "a/b/c"):
     with refused(name, "folder", "smollm2-135m-instruct"):
       loading.load_target(name, "float32", print)
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "pytorch_model.bin"])
+def test_hub_pickles_are_fetched_only_without_safetensors(
+  kept, tmp_path, monkeypatch
+):
+  import huggingface_hub
+
+  asked = []
+
+  def download(name, allow_patterns):
+    asked.append(allow_patterns)
+    if any(kept.endswith(p.removeprefix("*")) for p in allow_patterns):
+      (tmp_path / kept).touch()
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+  assert loading.drafter_folder("owner/name") == tmp_path
+  assert (["*.bin"] in asked) == (kept == "pytorch_model.bin")
+  asked.clear()
+  with refused("config.json does not exist"):
+    loading.target_config("owner/name", print)
+  assert asked == [["*.json", "*.model", "*.jinja"]]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle_jax.checkpoints import drafters, hf_target
+from eagle_jax.checkpoints import drafters, hf_target, tensors
 from eagle_jax.models import kv_cache, masks
 from eagle_jax.models.drafter import Drafter
 
-EAGLE = ("eagle2_llama", "eagle2_qwen2")
+EAGLE = ("eagle2_llama", "eagle2_llama_bin", "eagle2_qwen2")
 EAGLE3 = ("eagle3_llama", "eagle3_qwen3")
 
 
@@ -24,6 +24,8 @@ def relative(got, wanted) -> float:
 
 
 def load(golden, case):
+  if case.endswith("_bin"):
+    pytest.importorskip("torch")
   data = golden(case)
   target, params = hf_target.load(data.folder / "target", "float32")
   loaded = drafters.load(data.folder / "drafter", target, params)
@@ -171,3 +173,75 @@ def test_reduced_eagle_head_is_the_cut_target_head():
     (np.asarray(x) @ table.T)[..., loaded.vocabulary],
     atol=1e-4,
   )
+
+
+def one_row(c, params, token, feature):
+  """Twin of one pass over one pair, in float64: a lone row's attention is its
+  own value, so rotary embedding and softmax drop out."""
+  p = {k: np.asarray(v, np.float64) for k, v in tensors.flatten(params).items()}
+
+  def norm(x, name):
+    return x / np.sqrt(np.mean(x * x) + c.norm_eps) * p[name + "/scale"]
+
+  def dense(x, name):
+    return x @ p[name + "/kernel"] + p.get(name + "/bias", 0.0)
+
+  taps = np.split(feature, len(c.taps))
+  if c.fc_norm:
+    taps = [norm(x, f"fc_norm_{i}") for i, x in enumerate(taps)]
+  g = np.concatenate(taps)
+  g = dense(norm(g, "input_norm") if c.norm_before_fc else g, "fc")
+  normed = norm(g, "hidden_norm")
+  emb = norm(p["embed_tokens/embedding"][token], "input_layernorm")
+  value = dense(np.concatenate([emb, normed]), "self_attn/v_proj")
+  value = value.reshape(c.num_kv_heads, 1, c.head_size)
+  value = np.repeat(value, c.num_heads // c.num_kv_heads, 1).reshape(-1)
+  x = normed if c.norm_before_residual else g
+  x = x + dense(value, "self_attn/o_proj")
+  h = norm(x, "post_attention_layernorm")
+  gate = dense(h, "mlp/gate_proj")
+  up = gate / (1 + np.exp(-gate)) * dense(h, "mlp/up_proj")
+  x = x + dense(up, "mlp/down_proj")
+  return norm(x, "norm") if c.norm_output else x, dense(
+    norm(x, "norm"), "lm_head"
+  )
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_every_switch_is_what_its_name_says(variant):
+  """Against the twin; and undoing any one switch spoils it."""
+  target = tiny.target(num_layers=2)
+  loaded = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS[variant])
+  c = loaded.config
+  feature = np.random.default_rng(5).normal(size=c.read_size) * 3
+  fed, scores = one_row(c, loaded.params, 7, feature)
+
+  def ours(config):
+    changed = dataclasses.replace(loaded, config=config)
+    fused = method(changed, "fuse", jnp.asarray(feature, jnp.float32))
+    out, _ = forward(changed, [[7]], fused[None, None])
+    return out[0, 0], method(changed, "logits", out)[0, 0]
+
+  got = ours(c)
+  np.testing.assert_allclose(got[0], fed, atol=1e-4)
+  np.testing.assert_allclose(got[1], scores, atol=1e-4)
+  for name, value in tiny.VARIANTS[variant].items():
+    if value is True and name != "own_embedding":
+      other = ours(dataclasses.replace(c, **{name: False}))
+      assert np.abs(other[0] - fed).max() > 1e-2, name
+
+
+@pytest.mark.parametrize(
+  ("kind", "changes", "words"),
+  [
+    ("eagle", {"fc_norm": True}, "fc_norm: only kind 'eagle3'"),
+    ("eagle", {"norm_output": True}, "norm_output: only kind 'eagle3'"),
+    ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "exclude each"),
+    ("eagle3", {"target_hidden_size": 48}, "its own embedding"),
+  ],
+)
+def test_switches_that_do_not_fit_are_refused(kind, changes, words):
+  taps = {"taps": (0, 1, 2)} if kind == "eagle3" else {}
+  config = tiny.drafter(tiny.target(num_layers=2), kind, **taps).config
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(config, **changes)

@@ -336,3 +336,63 @@ def test_head_size_need_not_divide_the_width():
 def test_impossible_sizes_are_named(change, word):
   with pytest.raises(ValueError, match=word):
     dataclasses.replace(tiny.target_config(), **change)
+
+
+def moe(**changes):
+  """A mixture of 4 experts with random weights: config, parameters, module."""
+  fields = {"num_experts": 4, "experts_per_token": 2}
+  config = tiny.target_config(**fields | changes)
+  module = layers.MoE(config)
+  params = module.init(jax.random.key(0), jnp.zeros((1, 1, tiny.D)))["params"]
+  return config, jax.tree.map(lambda a: a * 20, params), module
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_experts_are_each_tokens_own_mlps(norm):
+  """Against the twin that takes token by token and expert by expert."""
+  _, params, module = moe(norm_expert_weights=norm)
+  x = np.asarray(jax.random.normal(jax.random.key(1), (2, 7, tiny.D)))
+  got = module.apply({"params": params}, jnp.asarray(x))
+  p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+  mlp = {k: v["kernel"] for k, v in p["experts"].items()}
+  used = set()
+  for b, t in np.ndindex(2, 7):
+    chance = np.exp(x[b, t] @ p["router"]["kernel"])
+    chance /= chance.sum()
+    best = np.argsort(-chance)[:2]
+    scale = chance[best].sum() if norm else 1.0
+    want = 0.0
+    for e in best:
+      gate = x[b, t] @ mlp["gate_proj"][e]
+      up = gate / (1 + np.exp(-gate)) * (x[b, t] @ mlp["up_proj"][e])
+      want += chance[e] / scale * (up @ mlp["down_proj"][e])
+    np.testing.assert_allclose(got[b, t], want, atol=1e-4)
+    used |= set(best)
+  assert used == {0, 1, 2, 3}
+
+
+def test_equal_experts_are_one_dense_mlp():
+  config, params, module = moe(norm_expert_weights=True)
+  first = jax.tree.map(lambda a: a[0], params["experts"])
+  equal = jax.tree.map(
+    lambda a: jnp.broadcast_to(a[:1], a.shape), params["experts"]
+  )
+  x = jax.random.normal(jax.random.key(1), (2, 7, tiny.D))
+  got = module.apply({"params": params | {"experts": equal}}, x)
+  want = layers.MLP(config).apply({"params": first}, x)
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_tokens_beside_a_token_do_not_change_its_experts():
+  """Dropless: all tokens may choose the same expert."""
+  _, params, module = moe()
+  x = jax.random.normal(jax.random.key(2), (1, 1, tiny.D))
+  alone = module.apply({"params": params}, x)
+  crowd = module.apply({"params": params}, jnp.repeat(x, 40, 1))
+  np.testing.assert_allclose(crowd, np.repeat(alone, 40, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("E", "k"), [(4, 5), (4, 0), (0, 2)])
+def test_numbers_of_experts_that_do_not_fit_are_refused(E, k):
+  with pytest.raises(ValueError, match=f"experts_per_token {k}"):
+    tiny.target_config(num_experts=E, experts_per_token=k)

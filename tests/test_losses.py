@@ -56,12 +56,16 @@ def batch_of(target, drafter, packed, rows=slice(None)):
   return losses.Batch(*map(jnp.asarray, parts), fused, final)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_training_steps_equal_sequential_decoding(kind):
+@pytest.mark.parametrize("variant", ["eagle", "window", *tiny.VARIANTS])
+def test_training_steps_equal_sequential_decoding(variant):
   """Step i, row t of the unrolled pass is what a decoder computes that reads
   t + 1 true pairs and then feeds its own output back i times."""
-  target = tiny.target()
-  drafter = tiny.drafter(target, kind)
+  target = tiny.target(num_layers=2)
+  if variant == "eagle":
+    drafter = tiny.drafter(target, "eagle")
+  else:
+    changes = tiny.VARIANTS | {"window": {"sliding_window": 4}}
+    drafter = tiny.drafter(target, taps=(0, 1, 2), **changes[variant])
   packed = data.pack(documents([13]), 13)
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
@@ -85,6 +89,11 @@ def test_training_steps_equal_sequential_decoding(kind):
     fed = out[:, -1:]
     for i in range(3):
       np.testing.assert_allclose(fed[0, 0], outs[i][0, t], atol=2e-5)
+      np.testing.assert_allclose(
+        run(fed[0, 0], method="logits"),
+        run(outs[i][0, t], method="logits"),
+        atol=1e-4,
+      )
       fed, rows = run(
         tokens[:, n + 1 + i : n + 2 + i],
         fed,
@@ -175,35 +184,13 @@ def test_acceptance_chain():
   np.testing.assert_allclose(figures["tau"], 1 + 0.5 + 0.2 + 0.1)
 
 
-def test_golden_eagle1_losses(golden):
-  """The original's value and cross-entropy terms, with its denominators."""
-  from eagle_jax.checkpoints import drafters, hf_target
-
-  case = golden("eagle2_llama")
-  config, params = hf_target.load(case.folder / "target", "float32")
-  loaded = drafters.load(case.folder / "drafter", config, params)
-  a, facts = case.arrays, case.facts["train"]
-  mask = jnp.asarray(a["train/batch/loss_mask"])
-  out, _ = Drafter(loaded.config).apply(
-    {"params": loaded.params},
-    jnp.asarray(a["train/batch/input_ids"]),
-    jnp.asarray(a["train/batch/hidden_states"]),
-    jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape),
-    masks.Attend(own=masks.Causal()),
-    None,
-    None,
-    (),
-  )
-  wanted = jnp.asarray(a["train/batch/target"])
-  value = jnp.sum(mask * losses.smooth_l1(out, wanted)) / (mask.sum() + 1e-5)
-  np.testing.assert_allclose(value, facts["vloss"], rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_anchor_rows_give_what_all_rows_give_there(kind):
+@pytest.mark.parametrize(
+  ("kind", "window"), [("eagle", None), ("eagle3", None), ("eagle", 4)]
+)
+def test_anchor_rows_give_what_all_rows_give_there(kind, window):
   """Leaving rows out after step 0 changes no output of the others."""
   target = tiny.target()
-  drafter = tiny.drafter(target, kind)
+  drafter = tiny.drafter(target, kind, sliding_window=window)
   batch = batch_of(target, drafter, data.pack(documents([17, 9, 12]), 40))
   module = Drafter(drafter.config)
   anchors = losses.draw_anchors(batch, 12, jax.random.key(0))
@@ -267,3 +254,28 @@ def test_chunks_need_a_fifth_of_the_memory():
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
   assert 5 * temporary(128) < temporary(0)
+
+
+def test_a_drafter_of_another_width_regresses_no_feature():
+  target = tiny.target(num_layers=2)
+  drafter = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS["own width"])
+  batch = batch_of(target, drafter, data.pack(documents([17]), 20))
+  table = target.params["embed_tokens"]["embedding"]
+  vocabulary = jnp.asarray(drafter.vocabulary)
+  known = losses.inside(vocabulary, drafter.config.vocab_size)
+  run = lambda weight: losses.losses(
+    Drafter(drafter.config),
+    drafter.params,
+    batch,
+    vocabulary,
+    table[drafter.vocabulary].T,
+    losses.Recipe(2, 0.8, weight, 1.0, 0, False),
+    None,
+    losses.count(batch, known, 2, None),
+  )
+  loss, report = run(0.0)
+  assert np.isfinite(loss)
+  assert loss > 0
+  assert not report["feature"].any()
+  with pytest.raises(ValueError, match="width 24"):
+    run(1.0)

@@ -170,6 +170,25 @@ def test_a_sliding_window_is_the_same_in_a_tree(answers):
   assert [r.token_ids for r in wide] != [r.token_ids for r in expected]
 
 
+def test_experts_are_the_same_in_a_tree():
+  """Tokens beside a token do not change which experts it goes through."""
+  experts = (("num_experts", 4), ("experts_per_token", 2))
+  plain = engines.build(None, layers=2, experts=experts)
+  expected = plain.generate(REQUESTS)
+  got = engines.build("eagle", layers=2, experts=experts).generate(REQUESTS)
+  engines.check_equal(plain, REQUESTS, expected, got)
+  assert sum(sum(r.accept_lengths) for r in got) > 0
+
+
+@pytest.mark.parametrize("variant", [v for v in tiny.VARIANTS if v != "plain"])
+def test_every_eagle3_variant_gives_the_plain_tokens(variant):
+  plain = engines.build(None, layers=2).generate(REQUESTS)
+  engine = engines.build("eagle3", layers=2, variant=variant)
+  got = engine.generate(REQUESTS)
+  engines.check_equal(engine, REQUESTS, plain, got)
+  assert sum(sum(r.accept_lengths) for r in got) > 0
+
+
 def test_the_answers_follow_the_exact_distribution():
   """The second witness: chi-square of three tokens over fixed seeds."""
   engine = engines.build("eagle", tree.dynamic(6, 2, 3), B=64, layers=2)

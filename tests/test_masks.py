@@ -73,6 +73,19 @@ def test_window_of_w_sees_w_keys_itself_included():
   np.testing.assert_array_equal(np.asarray(got[0]).sum(1), [1, 2, 3, 3, 3, 3])
 
 
+def test_window_counts_from_the_keys_in_the_earlier_block():
+  """Queries one and two unrolled steps on see what decoding leaves in the
+  window: the positions between are those of later steps' rows."""
+  rows = jnp.arange(5)[None]
+  earlier = masks.Causal(positions=rows)
+  for step in (1, 2):
+    got = np.asarray(masks.block_mask(earlier, rows + step, 3)[0])
+    for query in range(5):
+      for key in range(5):
+        want = key <= query and query + step - key < 3
+        assert got[query, key] == want
+
+
 def test_window_counts_positions_in_the_prefix():
   """Two queries of one call at different distances, as in a tree: the root
   at 6 and its child at 7; the cache holds 0..5."""

@@ -89,6 +89,32 @@ FAMILIES = {
     {"head_dim": 16},
     {"norm_eps": 1.0},
   ),
+  "mixtral": (
+    "MixtralConfig",
+    {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    {"experts_per_token": 1},
+  ),
+  "qwen3 moe": (
+    "Qwen3MoeConfig",
+    {
+      "num_experts": 5,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "norm_topk_prob": True,
+      "head_dim": 8,
+    },
+    {"norm_expert_weights": False},
+  ),
+  "qwen3 moe, raw weights": (
+    "Qwen3MoeConfig",
+    {
+      "num_experts": 3,
+      "num_experts_per_tok": 2,
+      "moe_intermediate_size": 16,
+      "head_dim": 8,
+    },
+    {"norm_expert_weights": True},
+  ),
   "qwen3, tied head": (
     "Qwen3Config",
     {"head_dim": 8, "tie_word_embeddings": True},

@@ -41,6 +41,26 @@ RULES = [
     _LAYER + r"(input|post_attention)_layernorm\.weight",
     r"layers_\1/\2_layernorm/scale",
   ),
+  Rule(
+    _LAYER + r"(?:mlp|block_sparse_moe)\.gate\.weight",
+    r"layers_\1/mlp/router/kernel",
+    transpose=True,
+  ),
+  Rule(
+    _LAYER + r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight",
+    r"layers_\1/mlp/experts/\3_proj/kernel",
+    transpose=True,
+    number=2,
+  ),
+  *(
+    Rule(
+      _LAYER + rf"block_sparse_moe\.experts\.(\d+)\.{theirs}\.weight",
+      rf"layers_\1/mlp/experts/{ours}_proj/kernel",
+      transpose=True,
+      number=2,
+    )
+    for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+  ),
   Rule(r"(?:model\.)?norm\.weight", "norm/scale"),
   Rule(r"lm_head\.weight", "lm_head/kernel", transpose=True),
 ]
@@ -52,6 +72,8 @@ FAMILIES = {
   "mistral": {},
   "qwen2": {"qkv_bias": True},
   "qwen3": {"qk_norm": True},
+  "mixtral": {"norm_expert_weights": True},
+  "qwen3_moe": {"qk_norm": True},
 }
 
 
@@ -120,16 +142,17 @@ def target_config(
       scaling = dataclasses.replace(
         scaling, original_max_positions=raw["max_position_embeddings"]
       )
-    switches = {"qkv_bias": bool(raw.get("attention_bias", False))} | FAMILIES[
-      family
-    ]
+    switches = {
+      "qkv_bias": bool(raw.get("attention_bias", False)),
+      "mlp_size": raw["intermediate_size"],
+    }
+    switches |= _experts(raw, family, where) | FAMILIES[family]
     return TargetConfig(
       family=family,
       vocab_size=raw["vocab_size"],
       num_layers=raw["num_hidden_layers"],
       tied_head=bool(raw.get("tie_word_embeddings", False)),
       hidden_size=raw["hidden_size"],
-      mlp_size=raw["intermediate_size"],
       num_heads=heads,
       num_kv_heads=raw.get("num_key_value_heads") or heads,
       head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
@@ -149,13 +172,33 @@ def target_config(
     raise InputError(f"{where}: {e}") from None
 
 
+def _experts(raw: dict, family: str, where: str) -> dict:
+  """The fields of a Mixture-of-Experts target; none for the others."""
+  if family not in ("mixtral", "qwen3_moe"):
+    return {}
+  if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+    raise InputError(
+      f"{where}: some layers have experts and some do not (mlp_only_layers or"
+      " decoder_sparse_step): such a mix is not supported"
+    )
+  E = raw.get("num_local_experts", raw.get("num_experts"))
+  if not E:
+    raise InputError(f"{where}: field 'num_local_experts' is missing")
+  fields = {"num_experts": E, "experts_per_token": raw["num_experts_per_tok"]}
+  if family == "qwen3_moe":
+    fields["mlp_size"] = raw["moe_intermediate_size"]
+    fields["norm_expert_weights"] = bool(raw.get("norm_topk_prob", False))
+  return fields
+
+
 def _sliding_window(raw: dict, family: str, where: str) -> int | None:
   """The window of all layers; refuses a mix of windowed and full ones."""
   window = raw.get("sliding_window")
-  if not window or not raw.get("use_sliding_window", family == "mistral"):
+  always = family in ("mistral", "mixtral")
+  if not window or not raw.get("use_sliding_window", always):
     return None
   layers = raw["num_hidden_layers"]
-  first = 0 if family == "mistral" else raw.get("max_window_layers", layers)
+  first = 0 if always else raw.get("max_window_layers", layers)
   kinds = raw.get("layer_types") or [
     "full_attention" if i < first else "sliding_attention"
     for i in range(layers)
@@ -226,5 +269,6 @@ def load(
     ignored,
     lambda path, tensor: tensors.place(tensor, dtype, places[path]),
     str(folder),
+    {},
   )
   return config, params

@@ -1,10 +1,11 @@
-"""Strict reading of safetensors files through a key table."""
+"""Strict reading of weight files through a key table."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+import pickle
 import re
 from collections.abc import Callable, Iterable
 
@@ -16,6 +17,7 @@ import safetensors
 from eagle_jax.errors import InputError
 
 BLOCK = 64 * 2**20  # bytes read at a time
+SHOWN = 40  # mismatches in one message: all of a drafter's, not of a target's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,39 +25,46 @@ class Rule:
   """One line of a key table: file name pattern -> parameter path.
 
   path may use the pattern's groups; transpose turns [out, in] into [in, out].
+  number: the group that counts the parts of one parameter (experts), which
+  are stacked on a leading axis; 0 = the tensor is the whole parameter.
   """
 
   pattern: str
   path: str
   transpose: bool = False
+  number: int = 0
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The safetensors files of a Hugging Face folder, single or sharded."""
-  index = folder / "model.safetensors.index.json"
-  single = folder / "model.safetensors"
-  if single.exists():
-    return [single]
-  if index.exists():
-    try:
-      names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-      raise InputError(
-        f"{index}: not an index with a weight_map: copy it again"
-      ) from None
-    missing = [n for n in names if not (folder / n).exists()]
-    if missing:
-      raise InputError(
-        f"{folder}: the index names {', '.join(missing)}, not in the folder:"
-        " download the missing shards"
-      )
-    return [folder / n for n in names]
-  hint = (
-    "; it has pytorch_model.bin: convert it to safetensors first"
-    if (folder / "pytorch_model.bin").exists()
-    else ""
+  """The weight files of a model folder, single or sharded; safetensors first,
+  else PyTorch's pickles."""
+  for single in ("model.safetensors", "pytorch_model.bin"):
+    index = folder / f"{single}.index.json"
+    if (folder / single).exists():
+      return [folder / single]
+    if index.exists():
+      return [folder / name for name in _shards(index)]
+  raise InputError(
+    f"{folder}: no model.safetensors, no pytorch_model.bin and no index file of"
+    " either: give the folder of a model"
   )
-  raise InputError(f"{folder}: no model.safetensors and no index file{hint}")
+
+
+def _shards(index: pathlib.Path) -> list[str]:
+  """The file names in an index, all of which must be there."""
+  try:
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise InputError(
+      f"{index}: not an index with a weight_map: copy it again"
+    ) from None
+  missing = [n for n in names if not (index.parent / n).exists()]
+  if missing:
+    raise InputError(
+      f"{index.parent}: the index names {', '.join(missing)}, not in the"
+      " folder: download the missing shards"
+    )
+  return names
 
 
 @contextlib.contextmanager
@@ -72,11 +81,48 @@ def _readable(file: pathlib.Path):
 def read_all(
   files: Iterable[pathlib.Path],
 ) -> Iterable[tuple[str, np.ndarray]]:
-  """(name, array) of each tensor, one tensor in memory at a time."""
+  """(name, array) of each tensor: of safetensors one in memory at a time, of a
+  pickle the whole file."""
   for file in files:
+    if file.suffix == ".bin":
+      yield from _pickled(file)
+      continue
     with _readable(file), safetensors.safe_open(file, framework="numpy") as f:
       for name in f.keys():  # noqa: SIM118 (not a dict)
         yield name, f.get_tensor(name)
+
+
+def _pickled(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
+  """A PyTorch file; weights only, so that no code in it can run."""
+  try:
+    import torch
+  except ImportError:
+    raise InputError(
+      f"{file} is a PyTorch file, and torch is not installed: pip install torch"
+      " (a CPU build will do), or convert the file to safetensors elsewhere"
+    ) from None
+  try:
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    # numpy has no bfloat16 of its own: hand its bits to ml_dtypes
+    arrays = {
+      name: tensor.view(torch.uint16).numpy().view(jnp.bfloat16)
+      if tensor.dtype == torch.bfloat16
+      else tensor.numpy()
+      for name, tensor in loaded.items()
+    }
+  except (
+    pickle.UnpicklingError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    AttributeError,
+  ) as e:
+    raise InputError(
+      f"{file}: not a readable PyTorch file of tensors"
+      f" ({str(e).splitlines()[0] if str(e) else type(e).__name__}): it may be"
+      " truncated, copy it again"
+    ) from None
+  yield from arrays.items()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +173,57 @@ class Stored:
     return out
 
 
-def stored(files: Iterable[pathlib.Path]) -> Iterable[tuple[str, Stored]]:
-  """(name, tensor) of each tensor, unread."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """A tensor in memory, for files of which no part can be read."""
+
+  array: np.ndarray
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.array.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.array.ndim
+
+  @property
+  def T(self) -> "Held":
+    return Held(self.array.T)
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    return np.ascontiguousarray(self.array[index].astype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+  """Tensors of one shape on a new leading axis (experts)."""
+
+  parts: list[Stored | Held]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (len(self.parts), *self.parts[0].shape)
+
+  @property
+  def ndim(self) -> int:
+    return 1 + self.parts[0].ndim
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    return np.stack([p.read(index[1:], dtype) for p in self.parts[index[0]]])
+
+
+Tensor = Stored | Held | Stacked
+
+
+def stored(
+  files: Iterable[pathlib.Path],
+) -> Iterable[tuple[str, Stored | Held]]:
+  """(name, tensor) of each tensor; of safetensors unread."""
   for file in files:
+    if file.suffix == ".bin":
+      yield from ((name, Held(array)) for name, array in _pickled(file))
+      continue
     with _readable(file):
       opened = safetensors.safe_open(file, framework="numpy")
     with opened as f:
@@ -138,7 +232,7 @@ def stored(files: Iterable[pathlib.Path]) -> Iterable[tuple[str, Stored]]:
 
 
 def place(
-  tensor: Stored, dtype: str, sharding: jax.sharding.Sharding | None
+  tensor: Tensor, dtype: str, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
   """The tensor on its devices; each shard is read from the file by itself.
 
@@ -161,12 +255,13 @@ def place(
 
 
 def load(
-  tensors: Iterable[tuple[str, np.ndarray | Stored]],
+  tensors: Iterable[tuple[str, np.ndarray | Stored | Held]],
   rules: list[Rule],
   shapes: dict[str, tuple[int, ...]],
   ignored: str,
-  put: Callable[[str, np.ndarray | Stored], object],
+  put: Callable[[str, np.ndarray | Tensor], object],
   where: str,
+  reasons: dict[str, str],
 ) -> dict:
   """Named tensors -> nested parameters; all mismatches in one message.
 
@@ -178,35 +273,57 @@ def load(
     put: called with the path and the tensor in our layout (reads, casts,
       moves to the device).
     where: file or folder, for messages.
+    reasons: pattern of an unexpected name -> why it cannot be left out.
   """
   flat, problems = {}, []
+  parts: dict[str, dict[int, Stored | Held]] = {}  # of stacks not whole yet
+
+  def unexpected(name: str, array: np.ndarray) -> str:
+    why = [r for p, r in reasons.items() if re.fullmatch(p, name)]
+    line = f"unexpected {name} {tuple(array.shape)}"
+    return f"{line} ({why[0]})" if why else line
+
   for name, array in tensors:
     if re.fullmatch(ignored, name):
       continue
     hits = [(r, re.fullmatch(r.pattern, name)) for r in rules]
     hits = [(r, m) for r, m in hits if m]
     if len(hits) != 1:
-      problems.append(f"unexpected {name} {tuple(array.shape)}")
+      problems.append(unexpected(name, array))
       continue
     rule, match = hits[0]
     path = match.expand(rule.path)
     if rule.transpose and array.ndim == 2:
       array = array.T
-    if path not in shapes:
-      problems.append(f"unexpected {name} {tuple(array.shape)}")
-    elif tuple(array.shape) != shapes[path]:
+    wanted = shapes.get(path, ())
+    number = int(match[rule.number]) if rule.number else 0
+    stack = parts.setdefault(path, {}) if rule.number else None
+    if path not in shapes or (rule.number and number >= wanted[0]):
+      problems.append(unexpected(name, array))
+      continue
+    wanted = wanted[1:] if rule.number else wanted
+    if tuple(array.shape) != wanted:
       problems.append(
         f"{name} has shape {tuple(array.shape)} in our layout, the config"
-        f" wants {shapes[path]}"
+        f" wants {wanted}"
       )
-    elif path in flat:
+    elif path in flat or (stack is not None and number in stack):
       problems.append(f"{name} is there twice")
-    else:
+    elif stack is None:
       flat[path] = put(path, array)
-  problems += [f"missing {p}" for p in shapes if p not in flat]
+    else:
+      stack[number] = array
+      if len(stack) == shapes[path][0]:
+        whole = Stacked([stack[i] for i in range(len(stack))])
+        flat[path] = put(path, whole)
+  for path in shapes:
+    if path not in flat:
+      some = f" ({len(parts[path])} of them there)" if parts.get(path) else ""
+      problems.append(f"missing {path}{some}")
   if problems:
-    shown = "; ".join(problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    shown = "; ".join(problems[:SHOWN])
+    left = len(problems) - SHOWN
+    more = f"; and {left} more" if left > 0 else ""
     raise InputError(f"{where}: weights do not fit the config: {shown}{more}")
   return nest(flat)
 

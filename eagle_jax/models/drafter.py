@@ -21,6 +21,13 @@ feature of token x_t; all four regress f_{t+1}; parameters are the same):
   "feature"             f_t  f_t        no token at all
   "token"         x_{t+1}  x_{t+1}      an independent draft model: it never
                                         sees the target's state
+
+Variants of "eagle3", each a switch of its config:
+
+  fc_norm               g = fc([norm0(tap0), norm1(tap1), norm2(tap2)])
+  norm_before_fc        g = fc(norm([tap0, tap1, tap2]))
+  norm_before_residual  x = norm(g) + attn([norm(emb), norm(g)])
+  norm_output           fed back: norm(x), which the head reads too
 """
 
 import flax.linen as nn
@@ -33,8 +40,8 @@ from eagle_jax.models.kv_cache import KV
 
 
 class Drafter(nn.Module):
-  """Parameters `embed_tokens` are the target's; so is `lm_head`, cut to the
-  draft vocabulary, for kind "eagle"."""
+  """Parameters `embed_tokens` are the target's unless config.own_embedding; so
+  is `lm_head`, cut to the draft vocabulary, for kind "eagle"."""
 
   config: DrafterConfig
 
@@ -50,14 +57,29 @@ class Drafter(nn.Module):
       self.input_layernorm = layers.RMSNorm(c.norm_eps)
       self.hidden_norm = layers.RMSNorm(c.norm_eps)
       self.norm = layers.RMSNorm(c.norm_eps)
+    if c.fc_norm:
+      self.fc_norm = [layers.RMSNorm(c.norm_eps) for _ in c.taps]
+    if c.norm_before_fc:
+      self.input_norm = layers.RMSNorm(c.norm_eps)
 
   def fuse(self, features: Array) -> Array:
     """True target features -> [B, T, D], what a drafted row feeds back.
 
     Args:
-      features: [B, T, D] ("eagle": the final feature) or [B, T, taps * D].
+      features: [B, T, config.read_size]: the final feature ("eagle") or the
+        taps side by side.
     """
-    return self.fc(features) if self.config.kind == "eagle3" else features
+    c = self.config
+    if c.kind == "eagle":
+      return features
+    if c.fc_norm:
+      parts = jnp.split(features, len(c.taps), axis=-1)
+      features = jnp.concatenate(
+        [norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], -1
+      )
+    if c.norm_before_fc:
+      features = self.input_norm(features)
+    return self.fc(features)
 
   def reads(self, own: Array, following: Array) -> Array:
     """Which token goes with a feature: the one after its own, but for the
@@ -95,19 +117,20 @@ class Drafter(nn.Module):
     elif c.inputs == "feature":
       embedded = features
     if c.kind == "eagle3":
-      x = features
-      h = jnp.concatenate(
-        [self.input_layernorm(embedded), self.hidden_norm(features)], -1
-      )
+      normed = self.hidden_norm(features)
+      x = normed if c.norm_before_residual else features
+      h = jnp.concatenate([self.input_layernorm(embedded), normed], -1)
     else:
       x = h = self.fc(jnp.concatenate([embedded, features], -1))
     h, rows = self.self_attn(h, positions, attend, prefix, earlier, steps)
     x += h
-    return x + self.mlp(self.post_attention_layernorm(x)), rows
+    x += self.mlp(self.post_attention_layernorm(x))
+    return self.norm(x) if c.norm_output else x, rows
 
   def feature(self, out: Array) -> Array:
     """The prediction of the target's feature (the head's input)."""
-    return self.norm(out) if self.config.kind == "eagle3" else out
+    c = self.config
+    return self.norm(out) if c.kind == "eagle3" and not c.norm_output else out
 
   def logits(self, out: Array) -> Array:
     """float32[..., W] over the draft vocabulary."""

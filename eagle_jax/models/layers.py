@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from eagle_jax.config import LayerConfig
+from eagle_jax.config import LayerConfig, TargetConfig
 from eagle_jax.models import masks
 from eagle_jax.models.kv_cache import KV
 
@@ -302,3 +302,68 @@ class MLP(nn.Module):
     return Dense(c.hidden_size, c.dtype, False, name="down_proj")(
       nn.silu(gate) * up
     )
+
+
+class ExpertDense(nn.Module):
+  """A matrix an expert, [E, in, out], each on its own rows of x."""
+
+  num_experts: int
+  features: int
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x: Array, sizes: Array) -> Array:
+    """x: [R, in], the rows of expert 0 first, then of 1, ..; sizes: int32[E],
+    rows an expert."""
+    shape = (self.num_experts, x.shape[-1], self.features)
+    kernel = self.param("kernel", _INIT, shape)
+    return jax.lax.ragged_dot(
+      x, kernel.astype(self.dtype), sizes, precision=precision(self.dtype)
+    )
+
+
+class Experts(nn.Module):
+  """E SwiGLU mlps side by side (`MLP`), on rows sorted by expert."""
+
+  config: TargetConfig
+
+  @nn.compact
+  def __call__(self, x: Array, sizes: Array) -> Array:
+    c = self.config
+    dense = lambda name, width: ExpertDense(
+      c.num_experts, width, c.dtype, name=name
+    )
+    h = nn.silu(dense("gate_proj", c.mlp_size)(x, sizes))
+    h *= dense("up_proj", c.mlp_size)(x, sizes)
+    return dense("down_proj", c.hidden_size)(h, sizes)
+
+
+class MoE(nn.Module):
+  """Mixture of experts (arXiv 2401.04088), dropless: a token always goes
+  through its k best experts, whatever tokens are beside it, so that siblings
+  in a tree never change one another.
+
+    tokens            a        b        c        k = 2, E = 3
+    experts          0 2      2 1      0 1
+    sorted     expert 0: a c   expert 1: b c   expert 2: a b
+    sizes            2              2              2
+  """
+
+  config: TargetConfig
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    c = self.config
+    k = c.experts_per_token
+    rows = x.reshape(-1, x.shape[-1])
+    logits = Dense(c.num_experts, c.dtype, False, name="router")(rows)
+    chance = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, chosen = jax.lax.top_k(chance, k)  # [R, k]
+    if c.norm_expert_weights:
+      weights /= jnp.sum(weights, axis=-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts)
+    made = Experts(c, name="experts")(rows[order // k], sizes.astype(jnp.int32))
+    made = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [R, k, D]
+    out = jnp.sum(made * weights[..., None].astype(x.dtype), axis=1)
+    return out.reshape(x.shape)

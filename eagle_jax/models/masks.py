@@ -31,9 +31,12 @@ class Causal:
   """Row t sees rows 0..t, of its own document where rows are packed.
 
   documents: int32[B, T] or None; equal ids share a document.
+  positions: int32[B, T] of the rows seen, where a window is to count from
+    them and the queries stand elsewhere (a later unrolled step).
   """
 
   documents: Array | None = None
+  positions: Array | None = None
 
 
 @struct.dataclass
@@ -81,6 +84,14 @@ def block_mask(
 ) -> Array:
   """bool[B or 1, T, X] for the `own` or the `earlier` block.
 
+  positions: int32[B, T] of the queries. Window 3, keys at 0..3, and queries
+  two steps on, at 2..5:
+
+    2   1 . . .
+    3   . 1 . .
+    4   . . 1 .
+    5   . . . 1
+
   A tree is not cut by the window: it is a few levels deep, far less than any
   window in use.
   """
@@ -92,5 +103,6 @@ def block_mask(
   if who.documents is not None:
     visible &= who.documents[:, :, None] == who.documents[:, None, :]
   if window is not None:
-    visible &= positions[:, :, None] - positions[:, None, :] < window
+    keys = positions if who.positions is None else who.positions
+    visible &= positions[:, :, None] - keys[:, None, :] < window
   return visible

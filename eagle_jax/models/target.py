@@ -42,7 +42,8 @@ class DecoderLayer(nn.Module):
     )
     x += h
     h = layers.RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
-    return x + layers.MLP(c, name="mlp")(h), rows
+    mlp = layers.MoE if c.num_experts else layers.MLP
+    return x + mlp(c, name="mlp")(h), rows
 
 
 class Target(nn.Module):

@@ -62,7 +62,9 @@ def observe(
     )
     batch = losses.Batch(tokens, mask, documents, where, fused, final)
     scores, ranks = [], []
-    for i, out in enumerate(losses.unroll(module, params, batch, levels, None, False)):
+    for i, out in enumerate(
+      losses.unroll(module, params, batch, levels, None, False)
+    ):
       logits = module.apply({"params": params}, out, method="logits")
       best, index = jax.lax.top_k(jax.nn.log_softmax(logits), width)
       same = vocabulary[index] == losses.shift(tokens, 2 + i)[..., None]

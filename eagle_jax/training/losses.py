@@ -109,6 +109,13 @@ def smooth_l1(a: Array, b: Array) -> Array:
   return jnp.mean(jnp.where(d < 1, 0.5 * d * d, d - 0.5), axis=-1)
 
 
+def soft_cross_entropy(scores: Array, logits: Array) -> Array:
+  """Cross-entropy of logits [..., W] against softmax(scores), over the last
+  axis."""
+  wanted = jax.nn.softmax(scores)
+  return -jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)
+
+
 def draw_anchors(batch: Batch, R: int, key: Array) -> Array:
   """int32[B, R]: R rows of each sequence, counted ones first, by chance."""
   chance = jax.random.uniform(key, batch.tokens.shape)
@@ -197,17 +204,23 @@ def unroll(
   )
   fed = at(fed, anchors, 0)
   outs, rows = [fed], []
-  earlier = masks.Causal(batch.documents)
-  if anchors is not None:
-    visible = masks.block_mask(earlier, batch.positions, None)
-    earlier = masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
+
+  def earlier(i: int) -> masks.Causal | masks.Tree:
+    """The step-0 rows that step i sees, i positions further on."""
+    causal = masks.Causal(batch.documents, batch.positions)
+    if anchors is None:
+      return causal
+    window = drafter.config.sliding_window
+    visible = masks.block_mask(causal, batch.positions + i, window)
+    return masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
+
   for i in range(1, steps):
     fed, made = step(
       params,
       read(i, anchors),
       fed,
       at(batch.positions, anchors, 0) + i,
-      masks.Attend(own=masks.Itself(), earlier=earlier),
+      masks.Attend(own=masks.Itself(), earlier=earlier(i)),
       first,
       tuple(rows),
     )
@@ -280,6 +293,9 @@ def losses(
 ) -> tuple[Array, dict[str, Array]]:
   """The weighted loss and what to report.
 
+  A drafter of another width than the target has no feature to regress: its
+  recipe must say weight 0.
+
   Args:
     vocabulary: int32[W], target ids of the draft vocabulary.
     target_head: [D, W], the target's head cut to those ids.
@@ -292,6 +308,13 @@ def losses(
     and all earlier steps hit): float32[steps] each.
   """
   apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
+  regresses = drafter.config.hidden_size == batch.final.shape[-1]
+  if recipe.feature and not regresses:
+    raise ValueError(
+      f"feature weight {recipe.feature}: a drafter of width"
+      f" {drafter.config.hidden_size} has no feature of the target's width"
+      f" {batch.final.shape[-1]} to regress"
+    )
   head = lambda out: apply(out, method="logits")
   known_ids = inside(vocabulary, drafter.config.vocab_size)
   loss, report = 0.0, []
@@ -300,9 +323,11 @@ def losses(
   for i, out in enumerate(outs):
     rows, known, following = scored(batch, known_ids, i, anchors)
     final = at(batch.final, anchors, 1 + i)
-    distance = smooth_l1(apply(out, method="feature"), final)
+    feature = jnp.zeros(())
+    if regresses:
+      distance = smooth_l1(apply(out, method="feature"), final)
+      feature = jnp.sum(rows * distance)
     cross, best = against_target(head, out, final, target_head, recipe.chunk)
-    feature = jnp.sum(rows * distance)
     vocab = jnp.sum(known * cross)
     hit = vocabulary[best] == following
     chain = chain & hit

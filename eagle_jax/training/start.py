@@ -22,12 +22,11 @@ from eagle_jax.models.drafter import Drafter
 
 
 def random(config: DrafterConfig, seed: int) -> dict:
-  width = config.hidden_size * max(len(config.taps), 1)
   ids = jnp.zeros((1, 1), jnp.int32)
   return Drafter(config).init(
     jax.random.key(seed),
     ids,
-    jnp.zeros((1, 1, width), config.dtype),
+    jnp.zeros((1, 1, config.read_size), config.dtype),
     ids,
     method="everything",
   )["params"]
@@ -40,11 +39,15 @@ def with_target(
   target_params: dict,
   vocabulary,
 ) -> dict:
-  """`params` with the target's embedding and (cut) head in place."""
-  return params | {
-    "embed_tokens": target_params["embed_tokens"],
-    "lm_head": target_rows(target, target_params, vocabulary),
-  }
+  """`params` with the target's embedding and (cut) head in place.
+
+  A drafter of another width keeps its own tables.
+  """
+  if config.hidden_size != target.hidden_size:
+    return params
+  if not config.own_embedding:
+    params = params | {"embed_tokens": target_params["embed_tokens"]}
+  return params | {"lm_head": target_rows(target, target_params, vocabulary)}
 
 
 def from_last_layer(
@@ -57,7 +60,7 @@ def from_last_layer(
   kind "eagle": fc passes the feature; the layer's input norm, which an
     EAGLE-1 layer lacks, is folded into q/k/v.
   """
-  same = ("mlp_size", "num_heads", "num_kv_heads", "head_size")
+  same = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_size")
   if any(getattr(config, f) != getattr(target, f) for f in same):
     raise InputError(
       "init 'last_layer' needs a drafter of the target's layer shape"
