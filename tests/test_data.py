@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from eagle_jax.errors import InputError
 from eagle_jax.training import chats, data
@@ -176,8 +177,57 @@ def test_appended_chats_leave_earlier_rows_as_they_were():
   assert (more.documents[: len(few)] == few.documents).all()
 
 
-def test_order_is_a_permutation_of_seed_and_epoch():
-  a = data.order(10, 2, seed=3, epoch=0)
-  assert sorted(a.ravel().tolist()) == list(range(10))
-  assert (a == data.order(10, 2, seed=3, epoch=0)).all()
-  assert (a != data.order(10, 2, seed=3, epoch=1)).any()
+@pytest.fixture(scope="module")
+def ten_rows():
+  numbers = np.repeat(np.arange(10, dtype=np.int32)[:, None], 3, 1)
+  return data.Packed(numbers, numbers > 4, numbers + 1, numbers + 2)
+
+
+def all_rows(packed, process=(0, 1), epochs=2, seed=3, batch=4):
+  found = data.iterator(packed, batch, seed, *process, epochs)
+  return np.stack([b["row"] for b in found])
+
+
+def test_an_epoch_is_a_seeded_permutation(ten_rows):
+  rows = all_rows(ten_rows)
+  assert rows.shape == (4, 4)  # two batches an epoch, two rows left out
+  for epoch in (rows[:2], rows[2:]):
+    assert len(set(epoch.ravel().tolist())) == 8
+  assert (rows[:2] != rows[2:]).any()
+  assert (rows == all_rows(ten_rows)).all()
+  assert (rows != all_rows(ten_rows, seed=4)).any()
+
+
+def test_a_batch_holds_what_its_rows_hold(ten_rows):
+  batch = next(data.iterator(ten_rows, 4, 0, 0, 1, 1))
+  for name in ("tokens", "mask", "documents", "positions"):
+    want = getattr(ten_rows, name)[batch["row"]]
+    assert (batch[name] == want).all()
+    assert batch[name].dtype == want.dtype
+
+
+def test_processes_share_each_global_batch(ten_rows):
+  parts = [all_rows(ten_rows, (p, 2)) for p in range(2)]
+  assert (np.concatenate(parts, axis=1) == all_rows(ten_rows)).all()
+
+
+def test_the_position_is_kept(ten_rows):
+  want = all_rows(ten_rows)
+  for at in range(4):
+    first = data.iterator(ten_rows, 4, 3, 0, 1, 2)
+    for _ in range(at):
+      next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    other = data.iterator(ten_rows, 4, 3, 0, 1, 2)
+    other.set_state(state)
+    rest = np.stack([b["row"] for b in other])
+    assert (rest == want[at:]).all()
+
+
+@pytest.mark.parametrize(
+  ("batch", "processes", "word"),
+  [(3, 2, "not a multiple of the 2"), (11, 1, "more than the 10 rows")],
+)
+def test_batches_that_do_not_fit(ten_rows, batch, processes, word):
+  with refused(word):
+    data.iterator(ten_rows, batch, 0, 0, processes, 1)

@@ -3,10 +3,15 @@
 import dataclasses
 import pathlib
 
+import grain
 import numpy as np
 
+from eagle_jax.errors import InputError
 from eagle_jax.training import chats
 from eagle_jax.training.chats import Document
+
+READ_THREADS = 2
+PREFETCH = 4  # batches read ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,13 @@ class Packed:
 
   def __len__(self) -> int:
     return len(self.tokens)
+
+  def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows of these numbers, and the numbers as `row`."""
+    fields = {
+      f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(Packed)
+    }
+    return fields | {"row": np.asarray(rows, np.int32)}
 
 
 def pack(documents: list[Document], T: int) -> Packed:
@@ -94,11 +106,54 @@ def draft_vocabulary(documents: list[Document], W: int, V: int) -> np.ndarray:
   return np.sort(best).astype(np.int32)
 
 
-def order(rows: int, batch: int, seed: int, epoch: int) -> np.ndarray:
-  """int[steps, batch]: the row numbers of each step of one epoch.
+def iterator(
+  packed: Packed,
+  batch_size: int,
+  seed: int,
+  process_index: int,
+  process_count: int,
+  epochs: int,
+) -> grain.DatasetIterator:
+  """Batches of packed rows in a seeded order, with a position to keep.
 
-  A pure function of its arguments, so a run resumes from its step number.
+  The order of the global batches depends on the seed alone; each process
+  reads its share of every one (2 processes, global batch 4):
+
+    epoch 0   [ 4 6 9 7 ] [ 5 3 1 8 ]   2 0 are left out of this epoch
+    process 0 [ 4 6     ] [ 5 3     ]
+    process 1 [     9 7 ] [     1 8 ]
+
+  `get_state()` is a small JSON dict, the same in every process;
+  `set_state()` goes on from it.
+
+  Args:
+    batch_size: global rows a step, a multiple of process_count.
+
+  Yields:
+    tokens int32[b, T], mask bool[b, T], documents and positions int32[b, T],
+    and row int32[b], the rows' numbers in `packed`; b is the process's share.
   """
-  rng = np.random.default_rng([seed, epoch])
-  steps = rows // batch
-  return rng.permutation(rows)[: steps * batch].reshape(steps, batch)
+  if batch_size % process_count:
+    raise InputError(
+      f"batch_size {batch_size} is not a multiple of the {process_count}"
+      " processes that share it"
+    )
+  if len(packed) < batch_size:
+    raise InputError(
+      f"batch_size {batch_size} is more than the {len(packed)} rows of data"
+    )
+  b = batch_size // process_count
+  share = slice(process_index * b, (process_index + 1) * b)
+  batches = (
+    grain.MapDataset.range(len(packed))
+    .seed(seed)
+    .shuffle()
+    # before repeat: the remainder is dropped, and the order drawn, per epoch
+    .batch(batch_size, drop_remainder=True)
+    .repeat(epochs)
+    .map(lambda rows: packed.take(rows[share]))
+  )
+  options = grain.ReadOptions(
+    num_threads=READ_THREADS, prefetch_buffer_size=PREFETCH
+  )
+  return iter(batches.to_iter_dataset(options))

@@ -331,6 +331,14 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     out / "checkpoints",
     options=ocp.CheckpointManagerOptions(max_to_keep=2),
   )
+  batches = data.iterator(
+    packed,
+    c.batch_size,
+    c.seed,
+    jax.process_index(),
+    jax.process_count(),
+    c.epochs,
+  )
   best_tau = 0.0
   if manager.latest_step() is not None:
     restored = manager.restore(
@@ -341,6 +349,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     )
     state, facts = restored["state"], restored["facts"]
     best_tau = facts["best_tau"]
+    batches.set_state(facts["data"])
     say(f"resumed at step {int(state.step)} of {total}")
 
   def evaluate() -> dict:
@@ -398,9 +407,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   began, pending, seen = time.perf_counter(), None, 0
   try:
     for step in range(int(state.step), total):
-      epoch, within = divmod(step, steps_an_epoch)
-      rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
-      batch = batch_of(packed, get_train, rows)
+      batch = batch_of(packed, get_train, next(batches)["row"])
       state, report = train_step(state, frozen, target_head, vocabulary, batch)
       seen += batch.tokens.size
       # The report of the step before is fetched while this one runs.
@@ -438,7 +445,9 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
           step + 1,
           args=ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            facts=ocp.args.JsonSave({"best_tau": best_tau}),
+            facts=ocp.args.JsonSave(
+              {"best_tau": best_tau, "data": batches.get_state()}
+            ),
           ),
         )
   finally:  # also when interrupted: the save under way is completed
