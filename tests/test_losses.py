@@ -1,5 +1,7 @@
 """Unrolled training equals sequential decoding; packing equals documents."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,13 @@ def documents(sizes, seed=0):
   return made
 
 
+def pack(docs, T):
+  """All packed rows, by attribute."""
+  sizes = [len(d.ids) for d in docs]
+  packed = data.pack_windows(docs, sizes, T, len(docs), "cut")
+  return types.SimpleNamespace(**packed.everything())
+
+
 def batch_of(target, drafter, packed, rows=slice(None)):
   network = Target(target.config, drafter.config.taps)
   parts = [
@@ -42,7 +51,7 @@ def test_training_steps_equal_sequential_decoding(kind):
   t + 1 true pairs and then feeds its own output back i times."""
   target = tiny.target()
   drafter = tiny.drafter(target, kind)
-  packed = data.pack(documents([13]), 13)
+  packed = pack(documents([13]), 13)
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
@@ -103,10 +112,9 @@ def test_packed_equals_documents_alone(kind):
     return total, report
 
   grad = jax.jit(jax.grad(sums, has_aux=True))
-  whole = grad(drafter.params, batch_of(target, drafter, data.pack(docs, 40)))
+  whole = grad(drafter.params, batch_of(target, drafter, pack(docs, 40)))
   alone = [
-    grad(drafter.params, batch_of(target, drafter, data.pack([d], 40)))
-    for d in docs
+    grad(drafter.params, batch_of(target, drafter, pack([d], 40))) for d in docs
   ]
   added = jax.tree.map(lambda *x: sum(x), *alone)
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True):
@@ -116,7 +124,7 @@ def test_packed_equals_documents_alone(kind):
 
 
 def test_counted_rows_match_their_definition():
-  packed = data.pack(documents([11, 6, 8]), 16)
+  packed = pack(documents([11, 6, 8]), 16)
   batch = losses.Batch(
     *(
       jnp.asarray(getattr(packed, n))
@@ -146,7 +154,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
   """The vocabulary loss leaves them out, rows and hits do not."""
   target = tiny.target()
   drafter = tiny.drafter(target, W=8)
-  batch = batch_of(target, drafter, data.pack(documents([30]), 30))
+  batch = batch_of(target, drafter, pack(documents([30]), 30))
   head = drafter.params["lm_head"]["kernel"]
   _, report = losses.losses(
     Drafter(drafter.config),
@@ -204,7 +212,7 @@ def test_anchor_rows_give_what_all_rows_give_there(kind):
   """Leaving rows out after step 0 changes no output of the others."""
   target = tiny.target()
   drafter = tiny.drafter(target, kind)
-  batch = batch_of(target, drafter, data.pack(documents([17, 9, 12]), 40))
+  batch = batch_of(target, drafter, pack(documents([17, 9, 12]), 40))
   module = Drafter(drafter.config)
   anchors = losses.draw_anchors(batch, 12, jax.random.key(0))
   chosen = np.asarray(anchors[0])
@@ -223,7 +231,7 @@ def test_anchor_rows_give_what_all_rows_give_there(kind):
 def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
   target = tiny.target()
   drafter = tiny.drafter(target)
-  batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
+  batch = batch_of(target, drafter, pack(documents([17, 9]), 30))
   head = drafter.params["lm_head"]["kernel"]
   run = lambda anchors: losses.losses(
     Drafter(drafter.config),

@@ -56,6 +56,8 @@ def setup(tmp_path, tokenizer, monkeypatch):
     batch_size=2,
     epochs=2,
     max_chats=0,
+    max_bad_rows=0,
+    long_chats="split",
     pack_window=1100,
     features="online",
     unroll_steps=2,

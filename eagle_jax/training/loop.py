@@ -21,7 +21,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.training import data, features, losses, start
+from eagle_jax.training import data, dataset, features, losses, start
 
 
 @dataclasses.dataclass
@@ -29,8 +29,8 @@ class TrainConfig:
   """One run. Paths may be overridden on the command line."""
 
   target: str
-  data: tuple[str, ...]  # chats JSONL
-  heldout: tuple[str, ...]  # chats JSONL, never trained on
+  data: tuple[str, ...]  # chats JSONL, or tfds: lines (training.dataset)
+  heldout: tuple[str, ...]  # the same, never trained on
   out: str  # run folder
   # drafter
   kind: str
@@ -43,6 +43,8 @@ class TrainConfig:
   batch_size: int  # rows a step
   epochs: int
   max_chats: int  # 0 = all
+  max_bad_rows: int  # rows of data that may be dropped before it is refused
+  long_chats: str  # "split" into windows of row_length | "cut" there
   pack_window: int  # chats packed together; later ones leave earlier rows be
   features: str  # "online" | "cached"
   # loss
@@ -147,6 +149,7 @@ def _check(c: TrainConfig) -> None:
   for name, allowed in {
     "kind": ("eagle", "eagle3"),
     "features": ("online", "cached"),
+    "long_chats": data.LONG,
     "dtype": ("float32", "bfloat16"),
   }.items():
     if getattr(c, name) not in allowed:
@@ -222,13 +225,24 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   target_config, target_params = loaded.config, loaded.params
   tokenizer, name = loaded.tokenizer, loaded.name
   T = c.row_length
-  read = lambda files: data.read([pathlib.Path(f) for f in files], tokenizer)
-  documents = read(c.data)
-  packed = data.pack_windows(documents[: c.max_chats or None], T, c.pack_window)
-  held = data.pack_windows(read(c.heldout), T, c.pack_window)
+  read = lambda sources: dataset.prepare(
+    sources, tokenizer, out.parent / "documents", c.max_bad_rows
+  )
+  corpus, held_corpus = read(c.data), read(c.heldout)
+  packed = corpus.pack(T, c.pack_window, c.long_chats, c.max_chats)
+  held = held_corpus.pack(T, c.pack_window, c.long_chats, 0)
+  for read_of, name_of in ((corpus, c.data), (held_corpus, c.heldout)):
+    long = dataset.long_line(read_of.lengths, T, c.long_chats)
+    for line in (
+      ", ".join(name_of),
+      *read_of.lines(),
+      *([long] if long else []),
+    ):
+      say(line)
   V = target_config.vocab_size
   W = min(c.draft_vocab_size, V)
-  vocabulary = data.draft_vocabulary(documents, W, V)
+  counts = corpus.counts_of(V)
+  vocabulary = data.draft_vocabulary(counts, W)
   tapped = c.kind == "eagle3" or c.features == "cached"
   taps = tuple(c.taps)
   if tapped and not taps:
@@ -257,12 +271,10 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   params, vocabulary = start.parameters(
     c.init, c.seed, config, loaded, vocabulary, say
   )
-  used = packed.tokens[packed.mask]
   say(
-    f"{len(packed)} rows of {T} tokens, {used.size} supervised"
-    f" ({used.size / packed.tokens.size:.0%}), padding"
-    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
-    f" {np.isin(used, vocabulary).mean():.2%} of them"
+    f"{len(packed)} rows of {T} tokens, padding {packed.padding:.1%}; the draft"
+    f" vocabulary covers {counts[vocabulary].sum() / counts.sum():.2%} of the"
+    " supervised tokens"
   )
   params, frozen = split(params, c.train_head)
   target_head = drafters.target_rows(target_config, target_params, vocabulary)[
@@ -307,21 +319,14 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
     run = jax.jit(
       lambda p, t, d, x: features.target_features(target, p, t, d, x)
     )
-    online = lambda packed: (
-      lambda r: run(
-        target_params,
-        packed.tokens[r],
-        packed.documents[r],
-        packed.positions[r],
-      )
+    get_train = get_held = lambda rows: run(
+      target_params, rows["tokens"], rows["documents"], rows["positions"]
     )
-    get_train, get_held = online(packed), online(held)
 
-  def batch_of(packed, get, rows):
+  def batch_of(get, rows):
     fused, final = get(rows)
     return losses.Batch(
-      *(getattr(packed, f)[rows] for f in ("tokens", "mask")),
-      *(getattr(packed, f)[rows] for f in ("documents", "positions")),
+      *(rows[f] for f in ("tokens", "mask", "documents", "positions")),
       jnp.asarray(fused, c.dtype),
       jnp.asarray(final, c.dtype),
     )
@@ -361,7 +366,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
         frozen,
         target_head,
         vocabulary,
-        batch_of(held, get_held, rows[i : i + 1]),
+        batch_of(get_held, held.take(rows[i : i + 1])),
       )
       for i in range(len(rows))
     ]
@@ -407,7 +412,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   began, pending, seen = time.perf_counter(), None, 0
   try:
     for step in range(int(state.step), total):
-      batch = batch_of(packed, get_train, next(batches)["row"])
+      batch = batch_of(get_train, next(batches))
       state, report = train_step(state, frozen, target_head, vocabulary, batch)
       seen += batch.tokens.size
       # The report of the step before is fetched while this one runs.
