@@ -10,7 +10,7 @@ import pytest
 import test_data
 from refusals import refused
 
-from eagle_jax.training import chats, dataset
+from eagle_jax.training import chats, data, dataset
 from eagle_jax.training.dataset import Report
 
 tokenizer = test_data.tokenizer
@@ -54,6 +54,19 @@ def test_what_is_kept_is_what_was_read(file, tokenizer, tmp_path):
   assert "tensorflow" not in sys.modules
 
 
+def test_batches_come_from_disk(file, tokenizer, tmp_path):
+  want = list(dataset.documents_of([str(file)], tokenizer, Report()))
+  packed = dataset.prepare([file], tokenizer, tmp_path / "kept", 3).pack(
+    100, 10, "cut", 0
+  )
+  batch = next(data.iterator(packed, 1, 0, 0, 1, 1))
+  found = [
+    batch["tokens"][0][batch["documents"][0] == number].tolist()
+    for number in (1, 2)
+  ]
+  assert sorted(found) == sorted(d.ids.tolist() for d in want)
+
+
 def test_bad_rows_are_counted_and_listed(file, tokenizer, tmp_path):
   report = dataset.prepare([file], tokenizer, tmp_path / "kept", 3).report
   assert (report.rows, report.bad_rows) == (5, 3)
@@ -63,7 +76,24 @@ def test_bad_rows_are_counted_and_listed(file, tokenizer, tmp_path):
      " quotes)"],
     [f"{file}:5", "no assistant turn"],
   ]  # fmt: skip
-  assert report.reasons()[0] == ("no assistant turn", 2)
+  assert report.reasons["no assistant turn"] == 2
+  assert sum(report.reasons.values()) == 3
+
+
+def test_two_processes_prepare_the_same(file, tokenizer, tmp_path, monkeypatch):
+  """The one that is late finds the other's and keeps it."""
+  kept, real = tmp_path / "kept", dataset._write
+
+  def late(sources, tokenizer, folder):
+    real(sources, tokenizer, folder)
+    with monkeypatch.context() as patch:
+      patch.setattr(dataset, "_write", real)
+      patch.setattr(dataset.os, "getpid", lambda: 0)
+      dataset.prepare([file], tokenizer, kept, 3)
+
+  monkeypatch.setattr(dataset, "_write", late)
+  assert len(dataset.prepare([file], tokenizer, kept, 3).source) == 2
+  assert len(list(kept.iterdir())) == 1
 
 
 def test_kept_chats_are_not_read_again(file, tokenizer, tmp_path, monkeypatch):

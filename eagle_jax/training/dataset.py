@@ -12,7 +12,6 @@ data set with its features mapped on one line:
   tfds:NAME_OR_FOLDER:SPLIT:user=FEATURE,assistant=FEATURE[,system=FEATURE]
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +21,7 @@ import itertools
 import json
 import os
 import pathlib
+import platform
 import shutil
 import sys
 import tempfile
@@ -43,22 +43,23 @@ LISTED = 10000  # bad rows named one by one at most; all are counted
 
 @dataclasses.dataclass
 class Report:
-  """What reading found. bad: (file:line, reason)."""
+  """What reading found.
+
+  bad: (file:line, reason) of the first ones. reasons: rows by reason, the
+  values in it left out, so that like ones count together.
+  """
 
   rows: int = 0
   bad_rows: int = 0
   bad: list[list[str]] = dataclasses.field(default_factory=list)
+  reasons: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def refuse(self, where: str, reason: str) -> None:
     self.bad_rows += 1
+    short = reason.split(": ")[0].split("; ")[0]
+    self.reasons[short] = self.reasons.get(short, 0) + 1
     if len(self.bad) < LISTED:
       self.bad.append([where, reason])
-
-  def reasons(self) -> list[tuple[str, int]]:
-    """Reasons and their rows, the most frequent first; values are left out
-    so that like reasons count together."""
-    short = [reason.split(": ")[0].split("; ")[0] for _, reason in self.bad]
-    return collections.Counter(short).most_common()
 
 
 @dataclasses.dataclass
@@ -94,7 +95,12 @@ class Corpus:
     supervised = int(self.counts.sum())
     return [
       f"{r.rows} rows read, {r.bad_rows} dropped",
-      *(f"  {count:5} {reason}" for reason, count in r.reasons()),
+      *(
+        f"  {count:5} {reason}"
+        for reason, count in sorted(
+          r.reasons.items(), key=lambda item: -item[1]
+        )
+      ),
       f"{len(self.lengths)} documents, {tokens} tokens, {supervised} supervised"
       f" ({supervised / tokens:.1%})",
     ]
@@ -330,13 +336,13 @@ def prepare(
   sources = [str(s) for s in sources]
   place = folder / fingerprint(sources, tokenizer)
   if not place.exists():
-    partly = place.with_name(
-      f"{place.name}.{os.uname().nodename}.{os.getpid()}"
-    )
+    partly = place.with_name(f"{place.name}.{platform.node()}.{os.getpid()}")
     try:
       _write(sources, tokenizer, partly)
-      if not place.exists():
-        partly.rename(place)
+      partly.rename(place)
+    except OSError:
+      if not place.exists():  # else another process was first
+        raise
     finally:
       shutil.rmtree(partly, ignore_errors=True)
   facts = np.load(place / "facts.npz")
