@@ -29,6 +29,8 @@ def get_config() -> TrainConfig:
     batch_size=1,
     epochs=2,
     max_chats=0,
+    max_bad_rows=0,
+    long_chats="split",
     pack_window=1100,
     features="cached",
     mesh=(1, 0, 1),

@@ -47,7 +47,13 @@ def _prompt(row: dict, where: str) -> str | list[dict]:
       )
     return turns[0]
   if "messages" in row:
-    messages = chats.check_messages(row["messages"], where)
+    try:
+      chat = chats.read_chat(row, where)
+    except chats.BadRow as e:
+      raise InputError(f"{where}: {e}") from None
+    messages = chat.messages
+    if chat.tools or any(m.keys() - {"role", "content"} for m in messages):
+      raise InputError(f"{where}: a prompt takes no tools: give plain turns")
     if messages[-1]["role"] != "user":
       raise InputError(
         f"{where}: the last message is the {messages[-1]['role']}'s: end the"

@@ -106,7 +106,7 @@ class OnMesh:
 
   def batch(self, i: int) -> Batch:
     docs = [test_losses.documents([20, 11], 10 * i + b) for b in range(8)]
-    packed = [test_losses.data.pack(d, 32) for d in docs]
+    packed = [test_losses.pack(d, 32) for d in docs]
     fields = [
       np.concatenate([getattr(p, f) for p in packed])
       for f in ("tokens", "mask", "documents", "positions")

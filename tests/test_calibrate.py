@@ -12,14 +12,14 @@ from eagle_jax.checkpoints import drafters
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
-from eagle_jax.training import calibrate, data, losses
+from eagle_jax.training import calibrate, losses
 
 
 def test_curve_against_a_loop():
   target = tiny.target()
   drafter = tiny.drafter(target)
-  packed = data.pack(test_losses.documents([20, 11]), 32)
-  got = calibrate.curve(target, drafter, packed, temperature=0.8, seed=3)
+  packed = test_losses.pack(test_losses.documents([20, 11]), 32)
+  got = calibrate.curve(target, drafter, vars(packed), temperature=0.8, seed=3)
   batch = test_losses.batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   out = losses.unroll(module, drafter.params, batch, 1, None, False)[0]

@@ -16,7 +16,7 @@ from eagle_jax.models.drafter import Drafter
 from eagle_jax.options import DecodeOptions
 from eagle_jax.session import Session
 from eagle_jax.speculation import tree
-from eagle_jax.training import acceptance, data, losses
+from eagle_jax.training import acceptance, losses
 
 
 def observed(n: int, levels: int = 8, width: int = 10, seed: int = 0):
@@ -86,11 +86,11 @@ def test_estimate_of_fixed_trees():
 def test_observe_is_the_unrolled_drafter():
   target = engines.target(num_layers=1)
   drafter = tiny.drafter(target, "eagle")
-  packed = data.pack(test_losses.documents([24, 14]), 40)
-  seen = acceptance.observe(target, drafter, packed)
+  packed = test_losses.pack(test_losses.documents([24, 14]), 40)
+  seen = acceptance.observe(target, drafter, vars(packed))
   batch = test_losses.batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
-  outs = losses.unroll(module, drafter.params, batch, 8, None)
+  outs = losses.unroll(module, drafter.params, batch, 8, None, False)
   rows = np.flatnonzero(np.asarray(losses.counted(batch, 7))[0])
   assert len(rows) == len(seen.rank) > 5
   for i in (0, 5):

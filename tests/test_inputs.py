@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import engines
 import jax
@@ -17,7 +18,7 @@ from eagle_jax.config import INPUTS
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.speculation import decoding, tree
 from eagle_jax.speculation import state as states
-from eagle_jax.training import data, losses
+from eagle_jax.training import losses
 
 CASES = [*((i, "eagle3") for i in INPUTS), ("token", "eagle")]
 
@@ -46,11 +47,11 @@ def test_training_steps_equal_grow_and_extend(inputs, kind):
   module = Drafter(loaded.config)
 
   def features_of(tokens):
-    packed = data.Packed(
-      tokens,
-      np.ones_like(tokens, bool),
-      np.ones_like(tokens),
-      np.arange(tokens.shape[1], dtype=np.int32)[None],
+    packed = types.SimpleNamespace(
+      tokens=tokens,
+      mask=np.ones_like(tokens, bool),
+      documents=np.ones_like(tokens),
+      positions=np.arange(tokens.shape[1], dtype=np.int32)[None],
     )
     return test_losses.batch_of(target, loaded, packed)
 
@@ -81,7 +82,7 @@ def test_training_steps_equal_grow_and_extend(inputs, kind):
   ids[0, n + 1 : n + 1 + L] = chain
   # the true features of rows before n do not depend on what was drafted
   batch = batch.replace(tokens=jnp.asarray(ids))
-  outs = losses.unroll(module, loaded.params, batch, L, None)
+  outs = losses.unroll(module, loaded.params, batch, L, None, False)
   for i, out in enumerate(outs):
     logits = module.apply(
       {"params": loaded.params}, out[0, n - 1], method="logits"
@@ -95,7 +96,7 @@ def test_training_steps_equal_grow_and_extend(inputs, kind):
 def test_what_each_input_depends_on():
   """Perturb one input at a time and see whether the output moves."""
   target = engines.target()
-  packed = data.pack(test_losses.documents([16]), 16)
+  packed = test_losses.pack(test_losses.documents([16]), 16)
   t = 6  # a row; f_t, x_t, x_{t+1}
   moves = {}
   for inputs in INPUTS:
@@ -103,7 +104,7 @@ def test_what_each_input_depends_on():
     module = Drafter(loaded.config)
     batch = test_losses.batch_of(target, loaded, packed)
     run = lambda b, m=module, p=loaded.params: np.asarray(
-      losses.unroll(m, p, b, 1, None)[0][0, t]
+      losses.unroll(m, p, b, 1, None, False)[0][0, t]
     )
     base = run(batch)
     other = lambda i, b=batch: b.replace(

@@ -1,5 +1,7 @@
 """Unrolled training equals sequential decoding; packing equals documents."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,13 @@ def losses_of(drafter, params, batch, recipe, anchors=None):
   )
 
 
+def pack(docs, T):
+  """All packed rows, by attribute."""
+  sizes = [len(d.ids) for d in docs]
+  packed = data.pack_windows(docs, sizes, T, len(docs), "cut")
+  return types.SimpleNamespace(**packed.everything())
+
+
 def batch_of(target, drafter, packed, rows=slice(None)):
   network = Target(target.config, drafter.config.taps)
   parts = [
@@ -66,7 +75,7 @@ def test_training_steps_equal_sequential_decoding(variant):
   else:
     changes = tiny.VARIANTS | {"window": {"sliding_window": 4}}
     drafter = tiny.drafter(target, taps=(0, 1, 2), **changes[variant])
-  packed = data.pack(documents([13]), 13)
+  packed = pack(documents([13]), 13)
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
@@ -120,10 +129,9 @@ def test_packed_equals_documents_alone(kind):
     return total, report
 
   grad = jax.jit(jax.grad(sums, has_aux=True))
-  whole = grad(drafter.params, batch_of(target, drafter, data.pack(docs, 40)))
+  whole = grad(drafter.params, batch_of(target, drafter, pack(docs, 40)))
   alone = [
-    grad(drafter.params, batch_of(target, drafter, data.pack([d], 40)))
-    for d in docs
+    grad(drafter.params, batch_of(target, drafter, pack([d], 40))) for d in docs
   ]
   added = jax.tree.map(lambda *x: sum(x), *alone)
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(added), strict=True):
@@ -133,7 +141,7 @@ def test_packed_equals_documents_alone(kind):
 
 
 def test_counted_rows_match_their_definition():
-  packed = data.pack(documents([11, 6, 8]), 16)
+  packed = pack(documents([11, 6, 8]), 16)
   batch = losses.Batch(
     *(
       jnp.asarray(getattr(packed, n))
@@ -163,7 +171,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
   """The vocabulary loss leaves them out, rows and hits do not."""
   target = tiny.target()
   drafter = tiny.drafter(target, W=8)
-  batch = batch_of(target, drafter, data.pack(documents([30]), 30))
+  batch = batch_of(target, drafter, pack(documents([30]), 30))
   _, report = losses_of(drafter, drafter.params, batch, recipe(1))
   following = np.asarray(losses.shift(batch.tokens, 2))
   rows = np.asarray(losses.counted(batch, 0))
@@ -191,7 +199,7 @@ def test_anchor_rows_give_what_all_rows_give_there(kind, window):
   """Leaving rows out after step 0 changes no output of the others."""
   target = tiny.target()
   drafter = tiny.drafter(target, kind, sliding_window=window)
-  batch = batch_of(target, drafter, data.pack(documents([17, 9, 12]), 40))
+  batch = batch_of(target, drafter, pack(documents([17, 9, 12]), 40))
   module = Drafter(drafter.config)
   anchors = losses.draw_anchors(batch, 12, jax.random.key(0))
   chosen = np.asarray(anchors[0])
@@ -210,7 +218,7 @@ def test_anchor_rows_give_what_all_rows_give_there(kind, window):
 def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
   target = tiny.target()
   drafter = tiny.drafter(target)
-  batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
+  batch = batch_of(target, drafter, pack(documents([17, 9]), 30))
   run = lambda anchors: losses_of(
     drafter, drafter.params, batch, recipe(3), anchors
   )
@@ -226,7 +234,7 @@ def test_chunks_and_recomputation_change_no_value():
   """Also where the rows do not fill the last chunk."""
   target = tiny.target()
   drafter = tiny.drafter(target)
-  batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
+  batch = batch_of(target, drafter, pack(documents([17, 9]), 30))
   grad = lambda recipe: jax.value_and_grad(
     lambda p: losses_of(drafter, p, batch, recipe)[0]
   )(drafter.params)
@@ -259,7 +267,7 @@ def test_chunks_need_a_fifth_of_the_memory():
 def test_a_drafter_of_another_width_regresses_no_feature():
   target = tiny.target(num_layers=2)
   drafter = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS["own width"])
-  batch = batch_of(target, drafter, data.pack(documents([17]), 20))
+  batch = batch_of(target, drafter, pack(documents([17]), 20))
   table = target.params["embed_tokens"]["embedding"]
   vocabulary = jnp.asarray(drafter.vocabulary)
   known = losses.inside(vocabulary, drafter.config.vocab_size)

@@ -54,6 +54,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     ('{"messages": []}\n', ["p.jsonl:1: 'messages' must be a list"]),
     ('{"messages": [{"role": "bot", "content": "x"}]}', ["p.jsonl:1:", "bot"]),
     (
+      '{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
+      ["p.jsonl:1: a prompt takes no tools"],
+    ),
+    (
       '{"messages": [{"role": "user", "content": "x"},'
       ' {"role": "assistant", "content": "y"}]}',
       ["p.jsonl:1: the last message is the assistant's", "user turn"],

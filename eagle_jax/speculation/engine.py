@@ -4,9 +4,10 @@ Every program is compiled ahead of the request's clock and kept by its shape;
 between two chunks the host reads one small `ChunkOut` and nothing else.
 """
 
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,28 @@ def slots_needed(
   rows = zip(lengths, kept, strict=True)
   written = max(min(k + total, n + largest) for n, k in rows)
   return max(written, max(lengths) + step)
+
+
+@dataclasses.dataclass
+class _Row:
+  """A request under way in a running batch; times are of perf_counter."""
+
+  request: Request
+  tokens: list[int]
+  accepts: list[int]
+  finished: bool  # by its first token
+  began: float
+  prefilled: float
+
+  def result(self, ends: np.ndarray) -> Result:
+    now = time.perf_counter()
+    return Result(
+      self.tokens,
+      self.accepts,
+      "stop" if ends[self.tokens[-1]] else "length",
+      now - self.began,
+      now - self.prefilled,
+    )
 
 
 class Engine:
@@ -207,6 +230,13 @@ class Engine:
       lowered = jax.jit(states.stop_rows, donate_argnums=0, **to_state).lower(
         state, flag, row
       )
+    elif name == "put":
+      one = jax.eval_shape(
+        functools.partial(states.init_state, m, 1, self._width, static[0])
+      )
+      lowered = jax.jit(states.put_row, donate_argnums=0).lower(
+        state, one, scalar
+      )
     else:
       raise AssertionError(name)
     self.programs[key] = lowered.compile(
@@ -227,12 +257,7 @@ class Engine:
   ) -> None:
     """Compile all that a batch can reach."""
     capacities = self._capacities(first, last)
-    start = capacities[0]
-    self._program("init", start)
-    self._program("begin", start)
-    self._program("look", start)
-    for T in sorted(set(plan)):
-      self._program("prefill", start, T)
+    self._prepare_prefill(plan, capacities[0])
     for i, capacity in enumerate(capacities):
       self._program("chunk", capacity)
       if watch:
@@ -241,6 +266,12 @@ class Engine:
         self._program("grow", capacity)
       if i:
         self._program("resize", capacities[i - 1], capacity)
+
+  def _prepare_prefill(self, plan: list[int], capacity: int) -> None:
+    for name in ("init", "begin", "look"):
+      self._program(name, capacity)
+    for T in sorted(set(plan)):
+      self._program("prefill", capacity, T)
 
   # Requests --------------------------------------------------------------
 
@@ -296,7 +327,7 @@ class Engine:
   def _batch(
     self, group, watch, offset, cycles, reuse, watch_trees
   ) -> list[Result]:
-    B, m = self.batch_size, self.models
+    m = self.models
     lengths = [len(r.prompt_ids) for r in group]
     limits = [
       min(n + r.max_new_tokens, self.context)
@@ -325,6 +356,24 @@ class Engine:
       state = self._program("init", capacity)(m)
     elif capacity > held:
       state = self._program("resize", held, capacity)(state)
+    state = self._prefill(state, group, plan, kept, limits, seeds)
+    return self._decode(
+      state, group, lengths, watch, offset, cycles, began, watch_trees
+    )
+
+  def _prefill(
+    self,
+    state: DecodeState,
+    group: Sequence[Request],
+    plan: list[int],
+    kept: list[int],
+    limits: list[int],
+    seeds: np.ndarray,
+  ) -> DecodeState:
+    """The state with the group's prompts committed and their roots drawn."""
+    B, m = self.batch_size, self.models
+    capacity = kv_cache.capacity(state.cache)
+    lengths = [len(r.prompt_ids) for r in group]
     prompts = np.zeros((B, self._width), np.int32)
     for b, r in enumerate(group):
       prompts[b, : lengths[b]] = r.prompt_ids
@@ -351,9 +400,7 @@ class Engine:
       state = self._program("prefill", capacity, T)(
         m, state, row(count), row(last_chunk, bool)
       )
-    return self._decode(
-      state, group, lengths, watch, offset, cycles, began, watch_trees
-    )
+    return state
 
   def _decode(
     self, state, group, lengths, watch, offset, cycles, began, watch_trees
@@ -427,6 +474,106 @@ class Engine:
         accepts[b] = cut_cycles(accepts[b], keep - 1)
         cut.append(b)
     return cut
+
+  # A running batch --------------------------------------------------------
+
+  @functools.cached_property
+  def single(self) -> "Engine":
+    """The engine that prefills one row for `serve`."""
+    return Engine(self.models, 1, self.context)
+
+  def serve(
+    self, source: Callable[[], Request | None], cycles: int
+  ) -> Iterator[tuple[Request, Result]]:
+    """Decode requests as they come; a row that ends is filled at once.
+
+      row 0   A A A A A A D D D D ...
+      row 1   B B B C C C C C C C ...
+
+    A prompt is prefilled alone, in a state of one row, which then takes the
+    place of the one that ended: running rows do not notice, and a row gives
+    the tokens it gives alone.
+
+    Args:
+      source: the next request, or None while there is none. It is asked
+        whenever a row is free, also after a result was yielded, so that a
+        request may be made of an answer.
+      cycles: between two looks at the rows, from 1 to CHUNK; a row that ended
+        waits for the next look.
+
+    Yields:
+      each request with its result, when it ends. `seconds` run from its
+      prefill on, the rows beside it included.
+    """
+    if not 1 <= cycles <= CHUNK:
+      raise ValueError(f"cycles {cycles} must be from 1 to {CHUNK}")
+    B, m = self.batch_size, self.models
+    rows: list[_Row | None] = [None] * B
+    state, capacity, longest = None, 0, 0
+    while True:
+      for b in range(B):
+        while rows[b] is None and (request := source()) is not None:
+          one, row = self.single.open(request)
+          if row.finished:
+            yield request, row.result(self._ends)
+            continue
+          needed = kv_cache.capacity(one.cache)
+          if state is None:
+            capacity = needed
+            state = self._program("init", capacity)(m)
+          elif needed > capacity:
+            state = self._program("resize", capacity, needed)(state)
+            capacity = needed
+          state = self._program("put", capacity, needed)(
+            state, one, np.int32(b)
+          )
+          rows[b] = row
+          longest = max(longest, len(request.prompt_ids))
+      if all(row is None for row in rows):
+        return
+      if longest + self.step > capacity:
+        larger = capacity_for(longest + self.step, self._most)
+        state = self._program("resize", capacity, larger)(state)
+        capacity = larger
+      chunk = self._program("chunk", capacity)
+      state, out = chunk(m, state, np.int32(cycles))
+      out = self._fetch(out)
+      longest = int(out.length.max())
+      for b, row in enumerate(rows):
+        if row is None:
+          continue
+        row.tokens += out.tokens[b, : out.count[b]].tolist()
+        row.accepts += out.accept_lengths[b, : out.cycles[b]].tolist()
+        if out.finished[b]:
+          rows[b] = None
+          yield row.request, row.result(self._ends)
+
+  def open(self, request: Request) -> tuple[DecodeState, "_Row"]:
+    """One request prefilled, in an engine of one row, and its first token."""
+    self.check(request)
+    n = len(request.prompt_ids)
+    plan = prefill_plan(n)
+    capacity = capacity_for(slots_needed(plan, [n], [0], self.step), self._most)
+    self._prepare_prefill(plan, capacity)
+    began = time.perf_counter()
+    limit = min(n + request.max_new_tokens, self.context)
+    state = self._prefill(
+      self._program("init", capacity)(self.models),
+      [request],
+      plan,
+      [0],
+      [limit],
+      self.seeds_of([request]),
+    )
+    out = self._fetch(self._program("look", capacity)(state))
+    return state, _Row(
+      request,
+      out.tokens[0].tolist(),
+      [],
+      bool(out.finished[0]),
+      began,
+      time.perf_counter(),
+    )
 
   # Transfers -------------------------------------------------------------
 

@@ -7,6 +7,7 @@ What lies where, for a row of length n (its root x_n is not committed yet):
   drafter cache r_0 r_1 ... r_{n-1}  .   .  .      r_t: (feature t, token t+1)
 """
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -186,3 +187,23 @@ def stop_rows(state: DecodeState, stop: Array, length: Array) -> DecodeState:
     finished=state.finished | stop,
     length=jnp.where(stop, jnp.minimum(length, state.length), state.length),
   )
+
+
+def put_row(state: DecodeState, one: DecodeState, row: Array) -> DecodeState:
+  """`state` with the only row of `one` in place of row `row`.
+
+    state  a a a a a    one  x x x       row 1: x x x b b
+           b b b b b
+           c c c c c
+
+  The caches of `one` may be shorter: slots behind a row's length are unread.
+
+  Args:
+    row: int32[].
+  """
+
+  def put(whole, part):
+    start = (row, *(0,) * (whole.ndim - 1))
+    return jax.lax.dynamic_update_slice(whole, part, start)
+
+  return jax.tree.map(put, state, one)

@@ -18,7 +18,7 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.tree import EAGLE1_PATHS
-from eagle_jax.training import data, features, losses
+from eagle_jax.training import batches, data, features, losses
 
 LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
@@ -47,9 +47,13 @@ class Observed:
 
 
 def observe(
-  target: LoadedTarget, drafter: LoadedDrafter, packed: data.Packed
+  target: LoadedTarget, drafter: LoadedDrafter, packed: dict[str, np.ndarray]
 ) -> Observed:
-  """Every context of the packed answers that all levels lie behind of."""
+  """Every context of the packed answers that all levels lie behind of.
+
+  Args:
+    packed: rows as `data.Packed.take` gives them.
+  """
   module = Drafter(drafter.config)
   network = Target(target.config, drafter.config.taps)
   levels = max(LEVELS)
@@ -74,17 +78,14 @@ def observe(
     return jnp.stack(scores, 2), jnp.stack(ranks, 2), rows
 
   found = []
-  for r in range(len(packed)):
+  for r in range(len(packed["row"])):
     row = slice(r, r + 1)
     scores, ranks, rows = jax.device_get(
       look(
         target.params,
         drafter.params,
         drafter.vocabulary,
-        packed.tokens[row],
-        packed.mask[row],
-        packed.documents[row],
-        packed.positions[row],
+        *(packed[name][row] for name in batches.FIELDS),
       )
     )
     found.append((scores[rows], ranks[rows]))
@@ -181,5 +182,7 @@ def of_answers(
     )
     for p, a in zip(prompts, answers, strict=True)
   ]
-  longest = max(len(d.ids) for d in documents)
-  return observe(target, drafter, data.pack(documents, max(longest, 512)))
+  lengths = [len(d.ids) for d in documents]
+  T = max(*lengths, 512)
+  packed = data.pack_windows(documents, lengths, T, len(documents), "cut")
+  return observe(target, drafter, packed.everything())

@@ -1,4 +1,4 @@
-"""Rows of each step, of this process's share, and their way to the devices."""
+"""Which rows of each batch a process reads, and their way to the devices."""
 
 import jax
 import numpy as np
@@ -6,56 +6,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from eagle_jax import sharding
 from eagle_jax.errors import InputError
-from eagle_jax.training import data
-from eagle_jax.training.data import Packed
 from eagle_jax.training.losses import Batch
 
 FIELDS = ("tokens", "mask", "documents", "positions")
-
-
-class Rows:
-  """Iterates the rows of each step, batch_size / process_count at a time.
-
-  Yields dicts of tokens, mask, documents, positions [rows, T], and row, the
-  numbers of the rows. Its state is a small dict, as with Grain's iterators.
-  """
-
-  def __init__(
-    self,
-    packed: Packed,
-    batch_size: int,
-    seed: int,
-    process_index: int,
-    process_count: int,
-    epochs: int,
-  ):
-    self.packed, self.batch_size, self.seed = packed, batch_size, seed
-    size = batch_size // process_count
-    self.mine = slice(process_index * size, (process_index + 1) * size)
-    self.steps_an_epoch = len(packed) // batch_size
-    self.steps = self.steps_an_epoch * epochs
-    self.step = 0
-
-  def __iter__(self):
-    return self
-
-  def __next__(self) -> dict[str, np.ndarray]:
-    if self.step >= self.steps:
-      raise StopIteration
-    epoch, within = divmod(self.step, self.steps_an_epoch)
-    rows = data.order(len(self.packed), self.batch_size, self.seed, epoch)
-    self.step += 1
-    return take(self.packed, rows[within][self.mine])
-
-  def get_state(self) -> dict:
-    return {"step": self.step}
-
-  def set_state(self, state: dict) -> None:
-    self.step = state["step"]
-
-
-def take(packed: Packed, rows: np.ndarray) -> dict[str, np.ndarray]:
-  return {f: getattr(packed, f)[rows] for f in FIELDS} | {"row": rows}
 
 
 def padded(rows: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import functools
 import json
 import pathlib
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
-from eagle_jax.training import acceptance, data, features, losses
+from eagle_jax.training import acceptance, batches, dataset, features, losses
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WIDTHS = (1, 4, 10)
@@ -37,11 +38,14 @@ WIDTHS = (1, 4, 10)
 def curve(
   target: LoadedTarget,
   drafter: LoadedDrafter,
-  packed: data.Packed,
+  packed: dict[str, np.ndarray],
   temperature: float,
   seed: int,
 ) -> dict[str, list[float]]:
   """Share of first-level drafts that hold the target's token.
+
+  Args:
+    packed: rows as `data.Packed.take` gives them.
 
   Returns:
     strength -> hits among the best 1, 4 and 10 children.
@@ -76,13 +80,10 @@ def curve(
 
   total, count = np.zeros((len(STRENGTHS), len(WIDTHS))), 0
   run = functools.partial(hits, target.params, drafter.params)
-  for r in range(len(packed)):
+  for r in range(len(packed["row"])):
     row = slice(r, r + 1)
     found, rows = run(
-      packed.tokens[row],
-      packed.mask[row],
-      packed.documents[row],
-      packed.positions[row],
+      *(packed[name][row] for name in batches.FIELDS),
       row_seed(seed, r, 0),
     )
     total += np.asarray(found)
@@ -126,16 +127,14 @@ def _run(f) -> None:
     )
   target = loading.load_target(f.target, loading.default_dtype(), say)
   drafter = loading.load_drafter(f.drafter, target, say)
-  documents = data.read([pathlib.Path(f.data)], target.tokenizer)
-  packed = data.pack(documents, f.row_length)
-  # Packing sorts by length: take rows of all lengths.
-  rows = np.random.default_rng(0).permutation(len(packed))[: f.rows]
-  packed = data.Packed(
-    *(
-      getattr(packed, n)[rows]
-      for n in ("tokens", "mask", "documents", "positions")
+  with tempfile.TemporaryDirectory() as kept:
+    corpus = dataset.prepare(
+      [f.data], target.tokenizer, pathlib.Path(kept), f.max_bad_rows
     )
-  )
+    whole = corpus.pack(f.row_length, len(corpus.lengths), "cut", 0)
+    # Packing sorts by length: take rows of all lengths.
+    rows = np.random.default_rng(0).permutation(len(whole))[: f.rows]
+    packed = whole.take(rows)
   measured = curve(target, drafter, packed, f.temperature, f.seed)
   print(f"{'strength':>8}" + "".join(f"  first {k:<3}" for k in WIDTHS))
   for strength, hits in measured.items():
@@ -162,6 +161,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("drafter", None, "Drafter folder; its config is written.")
   flags.DEFINE_string("data", None, "Held-out chats, JSONL.")
   flags.DEFINE_float("temperature", 1.0, "At which to calibrate.")
+  flags.DEFINE_integer("max_bad_rows", 0, "Most rows that may be dropped.")
   flags.DEFINE_integer("rows", 16, "Packed rows to use.")
   flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")

@@ -7,7 +7,7 @@ import pathlib
 
 from eagle_jax.config import INPUTS
 from eagle_jax.errors import InputError
-from eagle_jax.training import losses
+from eagle_jax.training import data, losses
 
 
 @dataclasses.dataclass
@@ -15,8 +15,8 @@ class TrainConfig:
   """One run. Fields may be overridden on the command line."""
 
   target: str
-  data: tuple[str, ...]  # chats JSONL
-  heldout: tuple[str, ...]  # chats JSONL, never trained on
+  data: tuple[str, ...]  # chats JSONL, or tfds: lines (training.dataset)
+  heldout: tuple[str, ...]  # the same, never trained on
   out: str  # run folder
   # drafter
   kind: str
@@ -30,6 +30,8 @@ class TrainConfig:
   batch_size: int  # rows a step, over all devices and processes
   epochs: int
   max_chats: int  # 0 = all
+  max_bad_rows: int  # rows of data that may be dropped before it is refused
+  long_chats: str  # "split" into windows of row_length | "cut" there
   pack_window: int  # chats packed together; later ones leave earlier rows be
   features: str  # "online" | "cached" (on disk, one process)
   # devices and memory: none of these changes a loss beyond rounding
@@ -86,6 +88,7 @@ _CHOICES = {
   "kind": ("eagle", "eagle3"),
   "features": ("online", "cached"),
   "inputs": INPUTS,
+  "long_chats": data.LONG,
   "schedule": ("cosine", "linear"),
   "dtype": ("float32", "bfloat16"),
 }
@@ -105,6 +108,7 @@ _LEAST = {
   "decode_prompts": 1,
   "decode_tokens": 1,
   "max_chats": 0,
+  "max_bad_rows": 0,
   "loss_chunk": 0,
   "decode_every": 0,
   "clip_norm": 0,

@@ -19,11 +19,15 @@ def first_prompts(packed: Packed, count: int) -> list[list[int]]:
   tokens  a b c d e 0      mask  0 0 1 1 0 0      prompt  a b
   """
   prompts = []
-  for tokens, mask in zip(packed.tokens, packed.mask, strict=True):
+  for r in range(len(packed)):
+    row = packed.take(np.array([r]))
+    tokens, mask = row["tokens"][0], row["mask"][0]
     length = int(np.argmax(mask))
     if mask.any() and length:
       prompts.append(tokens[:length].tolist())
-  return prompts[:count]
+    if len(prompts) == count:
+      break
+  return prompts
 
 
 class Decoder:

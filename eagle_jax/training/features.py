@@ -44,36 +44,35 @@ class Cache:
     kind: str,
     say,
   ):
-    rows, T = packed.tokens.shape
+    rows, T = len(packed), packed.T
     D = target.config.hidden_size
     key = json.dumps([fingerprint, target.taps]).encode()
     self.folder = folder / hashlib.sha256(key).hexdigest()[:16]
     self.folder.mkdir(parents=True, exist_ok=True)
     size = rows * T * D * (len(target.taps) + 1) * 2
     say(f"features of {rows} rows in {self.folder}: {size / 1e9:.2f} GB in all")
-    self.packed, self.params = packed, params
+    self.params = params
     self.run = jax.jit(lambda p, t, d, x: target_features(target, p, t, d, x))
     # what the drafter fuses: the taps, or the final feature
     self.fused = slice(0, -D) if kind == "eagle3" else slice(-D, None)
     self.final = slice(-D, None)
 
-  def file(self, r: int) -> pathlib.Path:
-    p = self.packed
-    held = p.tokens[r].tobytes() + p.documents[r].tobytes()
+  def file(self, row: dict[str, np.ndarray]) -> pathlib.Path:
+    held = row["tokens"].tobytes() + row["documents"].tobytes()
     return self.folder / f"{hashlib.sha256(held).hexdigest()[:24]}.npy"
 
-  def _row(self, r: int) -> np.ndarray:
-    file = self.file(r)
+  def _row(self, row: dict[str, np.ndarray]) -> np.ndarray:
+    file = self.file(row)
     if file.exists():
       return np.load(file)
-    p, row = self.packed, slice(r, r + 1)
     parts = self.run(
-      self.params, p.tokens[row], p.documents[row], p.positions[row]
+      self.params, row["tokens"], row["documents"], row["positions"]
     )
     made = np.asarray(jnp.concatenate(parts, -1).astype(jnp.float16))[0]
     if not np.isfinite(made).all():
       raise InputError(
-        f"features of row {r} do not fit float16: use features='online'"
+        f"features of row {row['row'][0]} do not fit float16: use"
+        " features='online'"
       )
     # a killed run leaves no half-written row under the final name
     partly = file.with_suffix(f".{os.getpid()}")
@@ -82,6 +81,9 @@ class Cache:
     partly.replace(file)
     return made
 
-  def __call__(self, rows: np.ndarray):
-    kept = np.stack([self._row(int(r)) for r in rows]).astype(np.float32)
+  def __call__(self, rows: dict[str, np.ndarray]):
+    """(what the drafter fuses, final feature) of rows of `Packed.take`."""
+    one = lambda i: {name: a[i : i + 1] for name, a in rows.items()}
+    kept = np.stack([self._row(one(i)) for i in range(len(rows["row"]))])
+    kept = kept.astype(np.float32)
     return kept[..., self.fused], kept[..., self.final]

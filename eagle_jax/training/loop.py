@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,15 @@ from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.training import batches, data, features, losses, start, watch
+from eagle_jax.training import (
+  batches,
+  data,
+  dataset,
+  features,
+  losses,
+  start,
+  watch,
+)
 from eagle_jax.training import config as configs
 from eagle_jax.training import step as steps
 from eagle_jax.training.config import TrainConfig
@@ -38,7 +47,7 @@ from eagle_jax.training.decoder import Decoder
 from eagle_jax.training.saves import Saves, fingerprint
 from eagle_jax.training.step import Frozen, Networks, TrainState
 
-Kept = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Kept = Callable[[dict[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
 
 
 class Stopped(Exception):
@@ -47,11 +56,13 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """What is read: rows to train on, held-out rows, the draft vocabulary, and
-  the rows to evaluate on."""
+  """What is read: rows to train on, held-out rows, how often each id carries
+  loss in the data (int64[V]), the draft vocabulary, and the rows to evaluate
+  on."""
 
   packed: Packed
   held: Packed
+  counts: np.ndarray
   vocabulary: np.ndarray
   eval_rows: np.ndarray
 
@@ -108,28 +119,38 @@ def load_target(c: TrainConfig, mesh: Mesh, say) -> LoadedTarget:
   )
 
 
-def read_corpus(c: TrainConfig, target: LoadedTarget, say) -> Corpus:
-  """Read, tokenise and pack all chats."""
+def read_corpus(
+  c: TrainConfig, target: LoadedTarget, out: pathlib.Path, say
+) -> Corpus:
+  """Tokenise all chats, or find them tokenised, and pack them."""
   T, V = c.row_length, target.config.vocab_size
-  read = lambda files: data.read(
-    [pathlib.Path(f) for f in files], target.tokenizer
-  )
-  documents = read(c.data)
-  packed = data.pack_windows(documents[: c.max_chats or None], T, c.pack_window)
-  held = data.pack_windows(read(c.heldout), T, c.pack_window)
-  vocabulary = data.draft_vocabulary(documents, min(c.draft_vocab_size, V), V)
+
+  def read(sources: tuple[str, ...]) -> dataset.Corpus:
+    found = dataset.prepare(
+      sources, target.tokenizer, out.parent / "documents", c.max_bad_rows
+    )
+    long = dataset.long_line(found.lengths, T, c.long_chats)
+    for line in (", ".join(sources), *found.lines(), *([long] if long else [])):
+      say(line)
+    return found
+
+  trained = read(c.data)
+  packed = trained.pack(T, c.pack_window, c.long_chats, c.max_chats)
+  held = read(c.heldout).pack(T, c.pack_window, c.long_chats, 0)
+  counts = trained.counts_of(V)
+  vocabulary = data.draft_vocabulary(counts, min(c.draft_vocab_size, V))
   # Packing sorts by length: evaluate on rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
   _check_rows(packed, np.arange(min(len(packed), 256)), 1, "data")
   _check_rows(held, rows, c.unroll_steps, "heldout")
-  return Corpus(packed, held, vocabulary, rows)
+  return Corpus(packed, held, counts, vocabulary, rows)
 
 
 def _check_rows(
   packed: Packed, rows: np.ndarray, unroll_steps: int, name: str
 ) -> None:
   """Refuses rows of which the last unrolled step would count none."""
-  parts = batches.take(packed, rows)
+  parts = packed.take(rows)
   batch = losses.Batch(
     *(jnp.asarray(parts[f]) for f in batches.FIELDS), None, None
   )
@@ -142,13 +163,11 @@ def _check_rows(
 
 
 def _describe(corpus: Corpus, say) -> None:
-  packed = corpus.packed
-  used = packed.tokens[packed.mask]
+  packed, counts = corpus.packed, corpus.counts
+  covered = counts[corpus.vocabulary].sum() / counts.sum()
   say(
-    f"{len(packed)} rows of {packed.tokens.shape[1]} tokens, {used.size}"
-    f" supervised ({used.size / packed.tokens.size:.0%}), padding"
-    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
-    f" {np.isin(used, corpus.vocabulary).mean():.2%} of them"
+    f"{len(packed)} rows of {packed.T} tokens, padding {packed.padding:.1%};"
+    f" the draft vocabulary covers {covered:.2%} of the supervised tokens"
   )
 
 
@@ -218,7 +237,7 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
   mesh = sharding.make_mesh(c.mesh)
   share = batches.share(mesh, c.batch_size // c.accumulate)
   target = load_target(c, mesh, say)
-  corpus = read_corpus(c, target, say)
+  corpus = read_corpus(c, target, out, say)
   total = len(corpus.packed) // c.batch_size * c.epochs
   if not total:
     raise InputError(
@@ -272,7 +291,7 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
 def batch_of(run: Run, rows: dict[str, np.ndarray], kept: Kept | None):
   """This process's rows as part of the global batch."""
   place = sharding.batch(run.mesh, "train")
-  found = kept(rows["row"]) if kept else None
+  found = kept(rows) if kept else None
   return batches.to_devices(rows, found, run.config.dtype, place)
 
 
@@ -283,7 +302,7 @@ def evaluate(run: Run, state: TrainState) -> dict:
   mine = slice(index * size // count, (index + 1) * size // count)
   reports, rows = [], run.corpus.eval_rows
   for at in range(0, len(rows), size):
-    taken = batches.take(run.corpus.held, rows[at : at + size])
+    taken = run.corpus.held.take(rows[at : at + size])
     taken = {k: v[mine] for k, v in batches.padded(taken, size).items()}
     batch = batch_of(run, taken, run.kept_held)
     reports.append(run.eval_step(state.params, run.frozen, batch))
@@ -406,7 +425,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   run, state = build(c, say)
   decoder = make_decoder(run, state)
   index, count = run.share
-  rows = batches.Rows(
+  rows = data.iterator(
     run.corpus.packed, c.batch_size, c.seed, index, count, c.epochs
   )
   if not (out / "config.json").exists() and not jax.process_index():
@@ -439,7 +458,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
 def _steps(
   run: Run,
   progress: Progress,
-  rows: batches.Rows,
+  rows: grain.DatasetIterator,
   saves: Saves,
   stop: Stopper,
   journal: watch.Journal,
