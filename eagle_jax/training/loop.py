@@ -276,10 +276,10 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
     kept_train=_kept_features(c, out, target, corpus.packed, say),
     kept_held=_kept_features(c, out, target, corpus.held, say),
     train_step=steps.jit_train_step(
-      steps.make_train_step(c, n, optimizer), places, frozen_places, mesh
+      steps.make_train_step(c, n, optimizer, mesh), places, frozen_places, mesh
     ),
     eval_step=jax.jit(
-      steps.make_eval_step(c, n), out_shardings=sharding.replicated(mesh)
+      steps.make_eval_step(c, n, mesh), out_shardings=sharding.replicated(mesh)
     ),
   )
   return run, jax.jit(begin, out_shardings=places)(trained)

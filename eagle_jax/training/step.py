@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from eagle_jax import sharding
+from eagle_jax.config import LayerConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
@@ -143,7 +144,28 @@ def add_noise(batch: Batch, width: float, keys: Array) -> Batch:
   )
 
 
-def make_gradients(c: TrainConfig, n: Networks):
+def whole(tree: dict, config: LayerConfig, mesh: Mesh) -> dict:
+  """Weights as they are used: cut over tensor, whole over fsdp.
+
+  Stated for each weight, XLA gathers it where a layer reads it and the batch
+  stays shared out. Left to itself it keeps the weights cut along D and sums up
+  every activation of the whole batch instead.
+  """
+  places = sharding.parameters(tree, config, mesh, "decode", lambda line: None)
+  return jax.lax.with_sharding_constraint(tree, places)
+
+
+def gathered(frozen: Frozen, n: Networks, mesh: Mesh) -> Frozen:
+  """`whole`, of all that is frozen."""
+  head = {"lm_head": {"kernel": frozen.head}}
+  return frozen.replace(
+    target=whole(frozen.target, n.target.config, mesh),
+    drafter=whole(frozen.drafter, n.drafter.config, mesh),
+    head=whole(head, n.drafter.config, mesh)["lm_head"]["kernel"],
+  )
+
+
+def make_gradients(c: TrainConfig, n: Networks, mesh: Mesh):
   """(params, frozen, batch, key) -> (loss, report, gradients).
 
   Pure. Noise and anchors are drawn from the key for the whole batch, so they
@@ -168,17 +190,20 @@ def make_gradients(c: TrainConfig, n: Networks):
 
     def one(part):
       batch, anchors, keys = part
-      batch = with_features(n, frozen.target, batch)
+      # within a part, so that no weight is whole from one to the next
+      used = gathered(frozen, n, mesh)
+      batch = with_features(n, used.target, batch)
       if c.feature_noise:
         batch = add_noise(batch, c.feature_noise, keys)
 
       def loss_of(params):
+        params = whole(params, n.drafter.config, mesh)
         return losses.losses(
           n.drafter,
-          params | frozen.drafter,
+          params | used.drafter,
           batch,
-          frozen.vocabulary,
-          frozen.head,
+          used.vocabulary,
+          used.head,
           what,
           anchors,
           counts,
@@ -187,10 +212,10 @@ def make_gradients(c: TrainConfig, n: Networks):
       (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
       return loss, report, grads
 
-    whole = (batch, anchors, jax.random.split(noise_key, B))
+    every = (batch, anchors, jax.random.split(noise_key, B))
     if c.accumulate == 1:
-      return one(whole)
-    parts = jax.tree.map(part_of, whole)
+      return one(every)
+    parts = jax.tree.map(part_of, every)
     made = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), made)
     add = lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None)
@@ -200,10 +225,13 @@ def make_gradients(c: TrainConfig, n: Networks):
 
 
 def make_train_step(
-  c: TrainConfig, n: Networks, optimizer: optax.GradientTransformation
+  c: TrainConfig,
+  n: Networks,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
 ):
   """(state, frozen, batch) -> (state, report). Pure and unjitted."""
-  gradients = make_gradients(c, n)
+  gradients = make_gradients(c, n, mesh)
 
   def train_step(state: TrainState, frozen: Frozen, batch: Batch):
     key = jax.random.wrap_key_data(state.key)
@@ -221,10 +249,12 @@ def make_train_step(
   return train_step
 
 
-def make_eval_step(c: TrainConfig, n: Networks):
+def make_eval_step(c: TrainConfig, n: Networks, mesh: Mesh):
   """(params, frozen, batch) -> report, over all rows and without noise."""
 
   def eval_step(params, frozen: Frozen, batch: Batch):
+    params = whole(params, n.drafter.config, mesh)
+    frozen = gathered(frozen, n, mesh)
     batch = with_features(n, frozen.target, batch)
     known = losses.inside(frozen.vocabulary, n.drafter.config.vocab_size)
     return losses.losses(
