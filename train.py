@@ -1,30 +1,57 @@
-"""Train a drafter: python train.py --config configs/smollm2_eagle3.py"""
+"""Train a drafter: python train.py --config configs/smollm2_eagle3.py
+
+On TPU pods, GKE TPU slices and SLURM start the same command in every process;
+elsewhere name the processes with --coordinator, --num_processes, --process_id.
+After SIGTERM the run is saved and the exit code is 143, so that a scheduler
+starts it again; the same command resumes it.
+"""
 
 import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from eagle_jax import distributed
 from eagle_jax.errors import InputError
-from eagle_jax.training import loop
+from eagle_jax.training import config, loop
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "a configs/*.py file; override fields as --config.field=x"
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "host:port of process 0, on clusters unknown to JAX"
+)
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.")
+_PROCESS = flags.DEFINE_integer(
+  "process_id", None, "Which one this is, from 0."
+)
 
 
 def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f"{argv[1]!r} is not a flag")
   logging.set_verbosity(logging.WARNING)  # Orbax reports every rename
   try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag")
+    distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     folder = loop.train(_CONFIG.value)
   except InputError as e:
     print(f"train.py: {e}", file=sys.stderr)
     sys.exit(2)
+  except loop.Stopped as e:
+    print(f"train.py: {e}; the same command resumes it", file=sys.stderr)
+    sys.exit(143)
   print(f"best drafter: {folder}")
+
+
+def parse(argv):
+  try:
+    config.check_overrides(argv)
+    return flags.FLAGS(argv)
+  except (InputError, flags.Error) as e:
+    print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("config")
-  app.run(main)
+  app.run(main, flags_parser=parse)

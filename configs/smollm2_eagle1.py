@@ -9,7 +9,7 @@ and losses as in smollm2_eagle3.py, so that only the kind differs.
 """
 
 from configs import smollm2_eagle3
-from eagle_jax.training.loop import TrainConfig
+from eagle_jax.training.config import TrainConfig
 
 
 def get_config() -> TrainConfig:

@@ -10,7 +10,7 @@ machine, and held out 1.71 tokens a pass of a chain of three (alpha .444 .412
 .455 along it).
 """
 
-from eagle_jax.training.loop import TrainConfig
+from eagle_jax.training.config import TrainConfig
 
 
 def get_config() -> TrainConfig:
@@ -30,6 +30,10 @@ def get_config() -> TrainConfig:
     max_chats=0,
     pack_window=1100,
     features="cached",
+    mesh=(1, 0, 1),
+    accumulate=1,
+    remat=False,
+    loss_chunk=0,
     unroll_steps=3,
     anchor_rows=192,
     step_decay=0.8,
@@ -37,14 +41,21 @@ def get_config() -> TrainConfig:
     vocabulary_weight=0.1,
     feature_noise=0.0,
     learning_rate=1e-3,
+    schedule="cosine",
     warmup_steps=100,
     beta1=0.9,
     beta2=0.95,
     weight_decay=0.01,
     clip_norm=1.0,
+    clip_value=0.0,
+    log_every=10,
     eval_every=250,
     eval_rows=16,
+    decode_every=0,
+    decode_prompts=4,
+    decode_tokens=64,
     save_every=100,
+    keep_last=2,
     seed=0,
     dtype="float32",
   )

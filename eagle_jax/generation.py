@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle_jax import loading, text
 from eagle_jax.checkpoints import gguf_target
@@ -93,6 +94,7 @@ class Generator:
     method: "eagle" or "plain". spec: the tree ("eagle").
     batch_size: rows decoded together. context: most tokens a row may have,
       prompt included; None = the target's limit.
+    mesh: decode sharded over it (`sharding.make_mesh`).
   """
 
   def __init__(
@@ -104,6 +106,7 @@ class Generator:
     batch_size: int = 1,
     context: int | None = None,
     ignore_eos: bool = False,
+    mesh: Mesh | None = None,
   ):
     if method not in METHODS:
       raise InputError(
@@ -120,9 +123,9 @@ class Generator:
       )
     self.target = target
     self.models = loading.models(
-      target, None if plain else drafter, spec, ignore_eos
+      target, None if plain else drafter, spec, ignore_eos, mesh
     )
-    self.engine = Engine(self.models, batch_size, context)
+    self.engine = Engine(self.models, batch_size, context, mesh)
     self.decode = text.decoder(target.tokenizer)
 
   def encode(self, prompt: str | Sequence[dict], raw: bool = False):

@@ -7,7 +7,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle_jax import sharding
 from eagle_jax.checkpoints import drafters, gguf_target, hf_target, tensors
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import TargetConfig
@@ -118,11 +120,25 @@ def end_ids(folder: pathlib.Path) -> tuple[int, ...]:
   return ()
 
 
-def load_target(name: str, dtype: str, say) -> LoadedTarget:
+def load_target(
+  name: str,
+  dtype: str,
+  say,
+  mesh: Mesh | None = None,
+  preset: str = "decode",
+) -> LoadedTarget:
+  """A target by name, on one device or laid out over a mesh.
+
+  Args:
+    preset: of `sharding`, where there is a mesh.
+  """
   folder = target_folder(name, say)
   if dtype not in ("float32", "bfloat16"):
     raise InputError(f"dtype {dtype!r} must be float32 or bfloat16")
-  config, params = hf_target.load(folder, dtype)
+  shard = lambda config, shapes: sharding.parameters(
+    shapes, config, mesh, preset, say
+  )
+  config, params = hf_target.load(folder, dtype, shard if mesh else None)
   ends = end_ids(folder)
   wrong = [i for i in ends if not 0 <= i < config.vocab_size]
   if wrong:
@@ -177,12 +193,17 @@ def models(
   drafter: LoadedDrafter | None,
   spec: TreeSpec,
   ignore_eos: bool = False,
+  mesh: Mesh | None = None,
 ) -> Models:
-  """What a decode cycle needs; drafter None is plain decoding."""
+  """What a decode cycle needs; drafter None is plain decoding.
+
+  Args:
+    mesh: lays everything out for decoding over it; None = as it lies.
+  """
   ends = np.zeros(target.config.vocab_size, bool)
   if not ignore_eos:
     ends[list(target.ends)] = True
-  return Models(
+  m = Models(
     target=Target(target.config, drafter.config.taps if drafter else ()),
     drafter=Drafter(drafter.config) if drafter else None,
     spec=spec,
@@ -194,3 +215,6 @@ def models(
     vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,
     ends=jnp.asarray(ends),
   )
+  if mesh is None:
+    return m
+  return jax.device_put(m, sharding.decode_models(m, mesh))

@@ -4,6 +4,7 @@ import json
 import pathlib
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -31,3 +32,15 @@ def golden(shared):
     )
 
   return load
+
+
+@pytest.fixture(scope="session")
+def program_cache(tmp_path_factory) -> str:
+  """Compiled programs are kept in this folder, so that a run started again (in
+  this process or one it starts) compiles nothing twice."""
+  folder = jax.config.jax_compilation_cache_dir
+  if not folder:
+    folder = str(tmp_path_factory.mktemp("programs"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  return folder

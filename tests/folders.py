@@ -128,11 +128,11 @@ def share_programs(patch) -> None:
   """
   init = engine.Engine.__init__
 
-  def shared(self, models, batch_size, context):
-    init(self, models, batch_size, context)
+  def shared(self, models, batch_size, context, mesh=None):
+    init(self, models, batch_size, context, mesh)
     key = (
       *(models.target, models.drafter, models.spec, models.lazy_head),
-      *(batch_size, self._width, self._most),
+      *(batch_size, self._width, self._most, mesh),
     )
     self.programs = _PROGRAMS.setdefault(key, {})
 

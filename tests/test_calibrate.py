@@ -22,7 +22,7 @@ def test_curve_against_a_loop():
   got = calibrate.curve(target, drafter, packed, temperature=0.8, seed=3)
   batch = test_losses.batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
-  out = losses.unroll(module, drafter.params, batch, 1, None)[0]
+  out = losses.unroll(module, drafter.params, batch, 1, None, False)[0]
   draft = module.apply({"params": drafter.params}, out, method="logits")[0]
   logits = Target(target.config).apply(
     {"params": target.params}, batch.final[0], method="logits"

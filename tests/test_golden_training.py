@@ -103,7 +103,7 @@ def test_eagle1_losses_and_gradients(golden, case):
 
   def loss_of(params, mask):
     apply = lambda x, m: module.apply({"params": params}, x, method=m)
-    (out,) = losses.unroll(module, params, batch, 1, None)
+    (out,) = losses.unroll(module, params, batch, 1, None, False)
     mean = lambda rows: jnp.sum(mask * rows) / (mask.sum() + 1e-5)
     value = mean(losses.smooth_l1(apply(out, "feature"), next_feature))
     logits = apply(out, "logits")
@@ -140,7 +140,7 @@ def test_eagle3_losses_and_gradients(golden, case):
   inside[loaded.vocabulary] = True
 
   def loss_of(params, mask):
-    outs = losses.unroll(module, params, batch, STEPS, None)
+    outs = losses.unroll(module, params, batch, STEPS, None, False)
     parts, hits = [], []
     for i, out in enumerate(outs):
       scores = losses.shift(target, 1 + i)

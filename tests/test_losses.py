@@ -24,6 +24,26 @@ def documents(sizes, seed=0):
   return made
 
 
+def recipe(steps: int, chunk: int = 0, remat: bool = False) -> losses.Recipe:
+  return losses.Recipe(steps, 0.8, 1.0, 0.1, chunk, remat)
+
+
+def losses_of(drafter, params, batch, recipe, anchors=None):
+  """`losses.losses` with the drafter's own head as the target's."""
+  vocabulary = jnp.asarray(drafter.vocabulary)
+  known = losses.inside(vocabulary, drafter.config.vocab_size)
+  return losses.losses(
+    Drafter(drafter.config),
+    params,
+    batch,
+    vocabulary,
+    drafter.params["lm_head"]["kernel"],
+    recipe,
+    anchors,
+    losses.count(batch, known, recipe.steps, anchors),
+  )
+
+
 def batch_of(target, drafter, packed, rows=slice(None)):
   network = Target(target.config, drafter.config.taps)
   parts = [
@@ -50,7 +70,7 @@ def test_training_steps_equal_sequential_decoding(variant):
   batch = batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   run = lambda *a, **k: module.apply({"params": drafter.params}, *a, **k)
-  outs = losses.unroll(module, drafter.params, batch, 3, None)
+  outs = losses.unroll(module, drafter.params, batch, 3, None, False)
   tokens = np.asarray(batch.tokens)
   c = drafter.config
   for t in (0, 4, 8):
@@ -92,22 +112,10 @@ def test_packed_equals_documents_alone(kind):
   """Sums over a packed row are the sums over its documents; so are grads."""
   target = tiny.target()
   drafter = tiny.drafter(target, kind)
-  module = Drafter(drafter.config)
-  head = drafter.params["lm_head"]["kernel"]
   docs = documents([17, 9, 12])
-  weights = losses.Weights(1.0, 0.1, 0.8)
 
   def sums(params, batch):
-    report = losses.losses(
-      module,
-      params,
-      batch,
-      jnp.asarray(drafter.vocabulary),
-      head,
-      3,
-      weights,
-      None,
-    )[1]
+    report = losses_of(drafter, params, batch, recipe(3))[1]
     total = jnp.sum(report["feature"] + 0.1 * report["vocabulary"])
     return total, report
 
@@ -156,17 +164,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses():
   target = tiny.target()
   drafter = tiny.drafter(target, W=8)
   batch = batch_of(target, drafter, data.pack(documents([30]), 30))
-  head = drafter.params["lm_head"]["kernel"]
-  _, report = losses.losses(
-    Drafter(drafter.config),
-    drafter.params,
-    batch,
-    jnp.asarray(drafter.vocabulary),
-    head,
-    1,
-    losses.Weights(1.0, 0.1, 0.8),
-    None,
-  )
+  _, report = losses_of(drafter, drafter.params, batch, recipe(1))
   following = np.asarray(losses.shift(batch.tokens, 2))
   rows = np.asarray(losses.counted(batch, 0))
   known = rows & np.isin(following, drafter.vocabulary)
@@ -179,7 +177,9 @@ def test_acceptance_chain():
     "rows": np.array([10.0, 10.0, 8.0]),
     "chain": np.array([5.0, 2.0, 0.8]),
   }
-  figures = losses.acceptance(report)
+  zeros = np.zeros(3)
+  others = ("hits", "feature", "vocabulary", "vocabulary_rows")
+  figures = losses.figures(report | dict.fromkeys(others, zeros))
   np.testing.assert_allclose(figures["alpha"], [0.5, 0.4, 0.5])
   np.testing.assert_allclose(figures["tau"], 1 + 0.5 + 0.2 + 0.1)
 
@@ -197,8 +197,8 @@ def test_anchor_rows_give_what_all_rows_give_there(kind, window):
   chosen = np.asarray(anchors[0])
   assert len(set(chosen.tolist())) == 12
   assert np.asarray(losses.counted(batch, 0))[0, chosen].all()
-  every = losses.unroll(module, drafter.params, batch, 3, None)
-  some = losses.unroll(module, drafter.params, batch, 3, anchors)
+  every = losses.unroll(module, drafter.params, batch, 3, None, False)
+  some = losses.unroll(module, drafter.params, batch, 3, anchors, True)
   for i, (a, b) in enumerate(zip(every, some, strict=True)):
     rows = np.asarray(losses.counted(batch, i))[0, chosen]
     assert rows.any()
@@ -211,16 +211,8 @@ def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
   target = tiny.target()
   drafter = tiny.drafter(target)
   batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
-  head = drafter.params["lm_head"]["kernel"]
-  run = lambda anchors: losses.losses(
-    Drafter(drafter.config),
-    drafter.params,
-    batch,
-    jnp.asarray(drafter.vocabulary),
-    head,
-    3,
-    losses.Weights(1.0, 0.1, 0.8),
-    anchors,
+  run = lambda anchors: losses_of(
+    drafter, drafter.params, batch, recipe(3), anchors
   )
   plain, report = run(None)
   shuffled = np.random.default_rng(0).permutation(30)[None]
@@ -235,19 +227,56 @@ def test_a_drafter_of_another_width_regresses_no_feature():
   drafter = tiny.drafter(target, taps=(0, 1, 2), **tiny.VARIANTS["own width"])
   batch = batch_of(target, drafter, data.pack(documents([17]), 20))
   table = target.params["embed_tokens"]["embedding"]
-  run = lambda weight: losses.losses(
+  vocabulary = jnp.asarray(drafter.vocabulary)
+  known = losses.inside(vocabulary, tiny.V)
+  run = lambda weight, chunk: losses.losses(
     Drafter(drafter.config),
     drafter.params,
     batch,
-    jnp.asarray(drafter.vocabulary),
+    vocabulary,
     table[drafter.vocabulary].T,
-    2,
-    losses.Weights(weight, 1.0, 0.8),
+    losses.Recipe(2, 0.8, weight, 1.0, chunk, False),
     None,
+    losses.count(batch, known, 2, None),
   )
-  loss, report = run(0.0)
+  loss, report = run(0.0, 0)
   assert np.isfinite(loss)
   assert loss > 0
   assert not report["feature"].any()
+  np.testing.assert_allclose(run(0.0, 7)[0], loss, rtol=1e-6)
   with pytest.raises(ValueError, match="width 24"):
-    run(1.0)
+    run(1.0, 0)
+
+
+def test_chunks_and_recomputation_change_no_value():
+  """Also where the rows do not fill the last chunk."""
+  target = tiny.target()
+  drafter = tiny.drafter(target)
+  batch = batch_of(target, drafter, data.pack(documents([17, 9]), 30))
+  grad = lambda recipe: jax.value_and_grad(
+    lambda p: losses_of(drafter, p, batch, recipe)[0]
+  )(drafter.params)
+  loss, grads = grad(recipe(2))
+  chunked, others = grad(recipe(2, chunk=7, remat=True))
+  np.testing.assert_allclose(chunked, loss, rtol=1e-6)
+  for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6 * (np.abs(b).max() + 1))
+
+
+def test_chunks_need_a_fifth_of_the_memory():
+  """By XLA's account, for one row of 2,048 tokens and 128k ids."""
+  T, D, V = 2048, 8, 131072
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+
+  def temporary(chunk: int) -> int:
+    def total(kernel, out, final, target_head):
+      head = lambda x: jnp.matmul(x, kernel)
+      cross, _ = losses.against_target(head, out, final, target_head, chunk)
+      return jnp.sum(cross)
+
+    lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(
+      shape(D, V), shape(1, T, D), shape(1, T, D), shape(D, V)
+    )
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  assert 5 * temporary(128) < temporary(0)

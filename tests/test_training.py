@@ -1,181 +1,234 @@
-"""train(): resume is bit-equal, refusals are one line, the export decodes."""
+"""train(): stops and resumes, refuses in one line, exports what decodes."""
 
+import ast
 import dataclasses
+import importlib
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
-import test_data
 import tiny
+import tiny_run
+from refusals import refused
 
-from eagle_jax import loading
-from eagle_jax.errors import InputError
+from eagle_jax import distributed, loading, sharding
+from eagle_jax.checkpoints import drafters
+from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.speculation import engine, tree
 from eagle_jax.speculation.requests import Request
-from eagle_jax.training import loop
+from eagle_jax.training import config as configs
+from eagle_jax.training import loop, start, watch
+from eagle_jax.training.config import TrainConfig
 
-tokenizer = test_data.tokenizer
+ROOT = pathlib.Path(__file__).parents[1]
+quiet = lambda line: None
 
 
-@pytest.fixture
-def setup(tmp_path, tokenizer, monkeypatch):
-  """A tiny target behind the name "tiny", chats on disk, a short config."""
-  target = dataclasses.replace(
-    tiny.target(vocab_size=len(tokenizer)), tokenizer=tokenizer
-  )
-  monkeypatch.setattr(loading, "load_target", lambda name, dtype, say: target)
-  rng = np.random.default_rng(0)
-  words = ["red", "blue", "one", "two", "yes", "no"]
-  for name, count in (("train", 24), ("held", 6)):
-    rows = []
-    for _ in range(count):
-      text = lambda n: " ".join(rng.choice(words, n))
-      rows.append(
-        {
-          "messages": [
-            {"role": "user", "content": text(3)},
-            {"role": "assistant", "content": text(6)},
-          ]
-        }
-      )
-    (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-  config = loop.TrainConfig(
-    target="tiny",
-    data=(str(tmp_path / "train.jsonl"),),
-    heldout=(str(tmp_path / "held.jsonl"),),
-    out=str(tmp_path / "run"),
-    kind="eagle3",
-    taps=(),
-    draft_vocab_size=40,
-    init="last_layer",
-    train_head=False,
-    row_length=128,
-    batch_size=2,
-    epochs=2,
-    max_chats=0,
-    pack_window=1100,
-    features="online",
-    unroll_steps=2,
-    anchor_rows=48,
-    step_decay=0.8,
-    feature_weight=1.0,
-    vocabulary_weight=0.1,
-    feature_noise=0.1,
-    learning_rate=1e-2,
-    warmup_steps=2,
-    beta1=0.9,
-    beta2=0.95,
-    weight_decay=0.01,
-    clip_norm=1.0,
-    eval_every=4,
-    eval_rows=2,
-    save_every=4,
-    seed=0,
-    dtype="float32",
-  )
-  return target, config
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, program_cache):
+  base = tmp_path_factory.mktemp("training")
+  tiny_run.write(base)
+  return base
+
+
+@pytest.fixture(scope="module")
+def run(base):
+  """A finished run with real decoding; its folder."""
+  c = tiny_run.config(base, "run", decode_every=20, decode_tokens=8)
+  loop.train(c, quiet)
+  return base / "run"
 
 
 def weights(folder: pathlib.Path) -> bytes:
-  return (folder / "model.safetensors").read_bytes()
+  return (folder / "drafter" / "model.safetensors").read_bytes()
 
 
-class Stop(Exception):
-  pass
+# The run folder -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("features", ["online", "cached"])
-def test_killed_and_resumed_is_bit_equal(setup, features, monkeypatch):
-  """Stopped dead after a save, the run goes on as if nothing happened."""
-  _, config = setup
-  config = dataclasses.replace(config, features=features)
-  straight = dataclasses.replace(config, out=config.out + "_straight")
-  want = weights(loop.train(straight, lambda line: None))
-
-  real = loop.data.order
-  calls = []
-
-  def dies(*args):
-    calls.append(args)
-    if len(calls) == 7:
-      raise Stop
-    return real(*args)
-
-  monkeypatch.setattr(loop.data, "order", dies)
-  with pytest.raises(Stop):
-    loop.train(config, lambda line: None)
-  monkeypatch.setattr(loop.data, "order", real)
-  said = []
-  got = weights(loop.train(config, said.append))
-  assert any("resumed at step 4" in line for line in said)
-  assert got == want
-
-
-def test_export_decodes_losslessly(setup):
+def test_export_decodes_losslessly(base, run):
   """What train() writes is what decoding reads, and it accepts drafts."""
-  target, config = setup
-  folder = loop.train(
-    dataclasses.replace(config, epochs=8, kind="eagle"), lambda line: None
-  )
-  drafter = loading.load_drafter(str(folder), target, print)
-  assert drafter.notes["target"] == "tiny"
-  run = lambda m: engine.Engine(m, 1, None).generate([Request([1, 2, 3], 40)])[
-    0
-  ]
-  plain = run(loading.models(target, None, tree.plain()))
-  eagle = run(loading.models(target, drafter, tree.chain(2)))
+  target = loading.load_target(str(base / "target"), "float32", quiet)
+  drafter = loading.load_drafter(str(run / "drafter"), target, quiet)
+  assert drafter.notes["trained_steps"] in (10, 20)
+  decode = lambda m: engine.Engine(m, 1, None).generate(
+    [Request([1, 2, 3], 40)]
+  )[0]
+  plain = decode(loading.models(target, None, tree.plain()))
+  eagle = decode(loading.models(target, drafter, tree.chain(2)))
   assert eagle.token_ids == plain.token_ids
 
 
-def test_log_and_config_explain_the_run(setup):
-  _, config = setup
-  loop.train(config, lambda line: None)
-  out = pathlib.Path(config.out)
-  assert json.loads((out / "config.json").read_text())["unroll_steps"] == 2
-  rows = [json.loads(x) for x in (out / "log.jsonl").read_text().splitlines()]
-  held = [r["heldout"] for r in rows if "heldout" in r]
-  assert len(held[-1]["alpha"]) == 2
+def test_the_folder_explains_the_run(run):
+  assert json.loads((run / "config.json").read_text())["unroll_steps"] == 2
+  facts = json.loads((run / "run.json").read_text())
+  assert facts["steps"] == 20
+  assert facts["versions"]["jax"] == jax.__version__
+  assert facts["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+  for line in (run / "README.md").read_text().splitlines():
+    if line.startswith("  ") and line[2] != " ":
+      assert (run / line.split()[0]).exists()
+
+
+def test_figures_are_logged(run):
+  rows = tiny_run.rows(run, "train")
+  assert [r["step"] for r in rows] == list(range(1, 21))
+  last = rows[-1]
+  for name in ("alpha", "hits", "feature_loss", "vocabulary_loss"):
+    assert len(last[name]) == 2
+  assert last["grad_norm"] > 0
+  assert last["tokens_per_s"] > 0
+  assert "mfu" not in last  # a CPU's peak is not known
+  rates = [r["learning_rate"] for r in rows]
+  assert rates[0] == 0  # warm-up
+  assert max(rates) == pytest.approx(1e-2)
+  assert rates[-1] < 1e-3
+  held = tiny_run.rows(run, "heldout")
+  assert [r["step"] for r in held] == [10, 20]
   assert held[-1]["tau"] >= 1
+  (decoded,) = tiny_run.rows(run, "decode")
+  assert decoded["tokens"] <= 4 * 8
+  assert decoded["tau"] >= 1
+  events = list((run / "tensorboard").glob("events.*"))
+  assert events
+  written = b"".join(f.read_bytes() for f in events)
+  for tag in (b"train/loss", b"heldout/alpha/1", b"decode/tau"):
+    assert tag in written
+
+
+def test_the_last_and_the_best_checkpoints_are_kept(run):
+  kept = {int(p.name) for p in (run / "checkpoints").iterdir()}
+  best = max(tiny_run.rows(run, "heldout"), key=lambda r: r["tau"])
+  assert kept == {15, 20, best["step"]}
+
+
+# Stop and resume --------------------------------------------------------------
+
+
+def test_sigterm_saves_and_the_run_goes_on_bit_equal(base, run, monkeypatch):
+  """Stopped at a step that no save was due at."""
+  c = tiny_run.config(base, "stopped")
+  with monkeypatch.context() as patch:
+    call = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    tiny_run.at_step(13, call, patch.setattr)
+    with pytest.raises(loop.Stopped, match="saved at step 13 of 20"):
+      loop.train(c, quiet)
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+  said = []
+  loop.train(c, said.append)
+  assert "resumed at step 13 of 20" in said
+  assert tiny_run.losses(base / "stopped") == tiny_run.losses(run)
+  assert weights(base / "stopped") == weights(run)
+
+
+def test_kept_features_are_the_targets(base, run):
+  """Kept on disk in float16, they train to about the same losses."""
+  c = tiny_run.config(
+    base, "kept", features="cached", taps=(0, 1), epochs=1, eval_every=100
+  )
+  loop.train(c, quiet)
+  got = tiny_run.losses(base / "kept")
+  want = tiny_run.losses(run)[:3]
+  np.testing.assert_allclose(got[:3], want, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"epochs": 3}, ["another config", "epochs 2 to 3"]),
+    ({"schedule": "linear"}, ["schedule cosine to linear"]),
+  ],
+)
+def test_another_recipe_does_not_resume(base, run, change, words):
+  with refused(*words):
+    loop.train(tiny_run.config(base, "run", **change), quiet)
+
+
+def test_another_tokenizer_does_not_resume(run):
+  facts = {"chat template": "x", "tokenizer": "y"}
+  with (
+    loop.Saves(run / "checkpoints", 2, facts) as saves,
+    refused("another chat template and tokenizer"),
+  ):
+    saves.restore(None)
+
+
+# Refusals ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
   ("change", "word"),
   [
     ({"kind": "medusa"}, "kind 'medusa' is unknown"),
+    ({"schedule": "step"}, "schedule 'step' is unknown"),
     ({"data": ()}, "no data given"),
     ({"heldout": ()}, "no heldout given"),
     ({"epochs": 0}, "epochs 0 must be at least 1"),
+    ({"loss_chunk": -1}, "loss_chunk -1 must be at least 0"),
     ({"batch_size": 1000}, "batch_size 1000 is more than"),
+    ({"accumulate": 3}, "batch_size 4 does not divide into accumulate 3"),
+    ({"mesh": (2, 1, 1)}, "does not fit 1 devices"),
     ({"warmup_steps": 10**6}, "warmup_steps 1000000 must be below"),
     ({"features": "disk"}, "features 'disk' is unknown"),
     ({"init": "zeros"}, "init is not last_layer or random, and drafter"),
-    ({"anchor_rows": 129}, "anchor_rows 129 must be 0 .all. to row_length"),
+    ({"anchor_rows": 65}, "anchor_rows 65 must be 0 (all) to row_length"),
+    ({"unroll_steps": 60}, "heldout: no answer has 61 tokens in a row"),
+    ({"decode_every": 1, "draft_vocab_size": 2}, "draft_vocab_size of 3"),
+    ({"taps": (9,), "kind": "eagle3"}, "reach past the target's 1 layers"),
   ],
 )
-def test_refusals(setup, change, word):
-  _, config = setup
-  with pytest.raises(InputError, match=word) as e:
-    loop.train(dataclasses.replace(config, **change), lambda line: None)
-  assert "\n" not in str(e.value)
-  assert not pathlib.Path(config.out).exists()
+def test_refusals(base, change, word):
+  c = tiny_run.config(base, "refused", **change)
+  with refused(word):
+    loop.train(c, quiet)
+  assert not (base / "refused").exists()
 
 
-def test_held_out_chats_are_never_trained_on(setup):
-  _, config = setup
-  with pytest.raises(InputError, match="both in data and in heldout"):
-    loop.train(
-      dataclasses.replace(config, heldout=config.data), lambda line: None
-    )
+def test_held_out_chats_are_never_trained_on(base):
+  c = tiny_run.config(base, "refused")
+  with refused("both in data and in heldout"):
+    loop.train(dataclasses.replace(c, heldout=c.data), quiet)
 
 
-def test_another_schedule_does_not_resume(setup):
-  _, config = setup
-  loop.train(config, lambda line: None)
-  with pytest.raises(InputError, match="another config"):
-    loop.train(dataclasses.replace(config, epochs=3), lambda line: None)
+def test_a_field_that_there_is_not_names_the_nearest():
+  with refused("no field 'learning_rat'", "--config.learning_rate"):
+    configs.check_overrides(["train.py", "--config.learning_rat=1"])
+  configs.check_overrides(
+    ["train.py", "--config.learning_rate=1", "--config=x"]
+  )
+
+
+@pytest.mark.parametrize(
+  ("given", "words"),
+  [
+    (("host:1", None, 0), ["--num_processes is missing"]),
+    (("host:1", 2, 2), ["process_id 2 must be from 0 to", "1"]),
+    (("host", 2, 0), ["coordinator 'host' must be host:port"]),
+  ],
+)
+def test_processes_are_named_completely(given, words):
+  with refused(*words):
+    distributed.join(*given)
+
+
+def test_a_cluster_is_found_only_where_there_is_one(monkeypatch):
+  monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu"})
+  assert distributed.cluster() is None
+  os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+  assert distributed.cluster() is None
+  os.environ["TPU_WORKER_HOSTNAMES"] = "a,b"
+  assert distributed.cluster() == "GKE TPU"
+  slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+  monkeypatch.setattr(os, "environ", slurm | {"JAX_PLATFORMS": "cpu"})
+  assert distributed.cluster() is None
+  os.environ["SLURM_STEP_NUM_TASKS"] = "2"
+  assert distributed.cluster() == "SLURM"
 
 
 def test_script_refuses_in_one_line(tmp_path):
@@ -188,10 +241,128 @@ def test_script_refuses_in_one_line(tmp_path):
     ],
     capture_output=True,
     text=True,
-    cwd=pathlib.Path(__file__).parents[1],
+    cwd=ROOT,
   )
   assert done.returncode == 2
   assert (
     done.stderr.strip().splitlines()[-1].startswith("train.py: no data given")
   )
   assert not (tmp_path / "run").exists()
+
+
+# Warm start -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh():
+  return sharding.make_mesh((1, 1, 1))
+
+
+def saved(folder, drafter, params, own_head: bool) -> str:
+  drafters.save(
+    folder,
+    drafter.config,
+    params,
+    drafter.vocabulary,
+    own_head,
+    {},
+    "float32",
+  )
+  return str(folder)
+
+
+def same(a: dict, b: dict) -> None:
+  jax.tree.map(np.testing.assert_array_equal, dict(a), dict(b))
+
+
+def test_warm_start_from_an_exported_drafter(tmp_path, mesh):
+  """Trained entries come back; the head is cut anew for the new vocabulary."""
+  target = tiny.target(num_layers=1)
+  old = tiny.drafter(target, "eagle", W=48)
+  name = saved(tmp_path / "d", old, old.params, False)
+  vocabulary = np.arange(0, 60, 2, dtype=np.int32)
+  config = dataclasses.replace(old.config, draft_vocab_size=30)
+  got, ids = start.parameters(name, 0, config, target, vocabulary, mesh, quiet)
+  assert np.array_equal(ids, vocabulary)
+  trained = lambda p: {k: v for k, v in p.items() if k != "lm_head"}
+  same(trained(got), trained(old.params))
+  table = np.asarray(target.params["embed_tokens"]["embedding"])
+  np.testing.assert_array_equal(got["lm_head"]["kernel"], table[vocabulary].T)
+
+
+def test_warm_start_keeps_a_trained_head_and_its_ids(tmp_path, mesh):
+  target = tiny.target(num_layers=1)
+  old = tiny.drafter(target, "eagle", W=48)
+  own = old.params | {
+    "lm_head": {"kernel": old.params["lm_head"]["kernel"] + 1}
+  }
+  name = saved(tmp_path / "d", old, own, True)
+  config = dataclasses.replace(old.config, draft_vocab_size=48)
+  other = np.arange(48, dtype=np.int32)
+  got, ids = start.parameters(name, 0, config, target, other, mesh, quiet)
+  assert np.array_equal(ids, old.vocabulary)
+  same(got, own)
+
+
+def test_warm_start_from_another_shape_is_refused(tmp_path, mesh):
+  target = tiny.target(num_layers=1)
+  old = tiny.drafter(target, "eagle")
+  name = saved(tmp_path / "d", old, old.params, False)
+  config = dataclasses.replace(old.config, mlp_size=64, rope_theta=5e5)
+  with refused("another shape", "mlp_size 48 there, 64 here", "rope_theta"):
+    start.parameters(name, 0, config, target, old.vocabulary, mesh, quiet)
+
+
+# Configs ----------------------------------------------------------------------
+
+RECIPES = sorted(
+  p.stem
+  for p in (ROOT / "configs").glob("*.py")
+  if not p.stem.startswith("decode")
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_lab_notes(name):
+  module = importlib.import_module(f"configs.{name}")
+  c = module.get_config()
+  assert isinstance(c, TrainConfig)
+  note = " ".join(module.__doc__.split())
+  assert f"python train.py --config configs/{name}.py" in note
+  for word in ("Hardware: ", "--config.data=", "--config.heldout="):
+    assert word in note
+  configs.check(dataclasses.replace(c, data=("a",), heldout=("b",)))
+
+
+def test_every_config_field_has_a_reader():
+  """A field that nobody reads is a promise that nobody keeps."""
+  read = set()
+  for file in (ROOT / "eagle_jax").rglob("*.py"):
+    for node in ast.walk(ast.parse(file.read_text())):
+      if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        read.add(node.attr)
+  for config in (TrainConfig, TargetConfig, DrafterConfig):
+    unread = {f.name for f in dataclasses.fields(config)} - read
+    assert not unread, config.__name__
+
+
+def test_flops_of_a_step_by_hand():
+  """6 FLOPs a trained parameter and token, 2 a frozen one, and attention."""
+  c = tiny_run.config(pathlib.Path(), "", unroll_steps=1, anchor_rows=0)
+  target = tiny.target(num_layers=1)
+  d = tiny.drafter(target, "eagle")
+  sizes = lambda tree: sum(x.size for x in jax.tree.leaves(tree) if x.ndim == 2)
+  layer = sizes(target.params["layers_0"])
+  head = d.params["lm_head"]["kernel"].size
+  inner = sizes(d.params) - head - d.params["embed_tokens"]["embedding"].size
+  H, N, T = 8, 4, c.row_length
+  attention = 4 * N * H * T / 2
+  want = 2 * layer + attention + 6 * inner + 3 * attention + 8 * head
+  got = watch.flops_per_token(c, target.config, d.config)
+  assert got == pytest.approx(want)
+
+
+def test_peaks_go_by_the_longest_name():
+  assert watch.peak_flops("TPU v5 lite") == 197e12
+  assert watch.peak_flops("TPU v5") == 459e12
+  assert watch.peak_flops("cpu") is None

@@ -153,7 +153,7 @@ def read(
     RULES[config.kind],
     {p: s for p, s in parameter_shapes(config).items() if p not in absent},
     _IGNORED,
-    lambda a: a,
+    lambda _, a: a,
     where,
     _REASONS if config.kind == "eagle" else {},
   )

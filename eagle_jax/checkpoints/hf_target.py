@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -240,25 +241,33 @@ def read_json(file: pathlib.Path) -> dict:
 
 
 def load(
-  folder: pathlib.Path, dtype: str, put=jnp.asarray
+  folder: pathlib.Path,
+  dtype: str,
+  shard: Callable[[TargetConfig, dict], dict] | None = None,
 ) -> tuple[TargetConfig, dict]:
   """Config and parameters of a target, read tensor by tensor.
 
   Args:
     folder: a Hugging Face model folder.
     dtype: "float32" or "bfloat16", of the weights and the arithmetic.
-    put: moves one numpy array to its device (or shards).
+    shard: (config, shapes of the parameters) -> their shardings; each device
+      then gets its part straight from the file. None = one device.
   """
   config = target_config(
     read_config(folder), dtype, str(folder / "config.json")
   )
   ignored = _BUFFERS + (r"|lm_head\.weight" if config.tied_head else "")
+  shapes = parameter_shapes(config)
+  places = dict.fromkeys(shapes)
+  if shard:
+    tree = {p: jax.ShapeDtypeStruct(s, dtype) for p, s in shapes.items()}
+    places = tensors.flatten(shard(config, tensors.nest(tree)))
   params = tensors.load(
-    tensors.read_all(tensors.files_of(folder)),
+    tensors.stored(tensors.files_of(folder)),
     RULES,
-    parameter_shapes(config),
+    shapes,
     ignored,
-    lambda a: put(np.ascontiguousarray(a.astype(jnp.dtype(dtype)))),
+    lambda path, tensor: tensors.place(tensor, dtype, places[path]),
     str(folder),
     {},
   )

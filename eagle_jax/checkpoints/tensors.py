@@ -1,12 +1,15 @@
 """Strict reading of weight files through a key table."""
 
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import pickle
 import re
 from collections.abc import Callable, Iterable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -14,6 +17,7 @@ import safetensors
 from eagle_jax.errors import InputError
 
 SHOWN = 40  # mismatches in one message: all of a drafter's, not of a target's
+BLOCK = 64 * 2**20  # bytes read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +67,29 @@ def _shards(index: pathlib.Path) -> list[str]:
   return names
 
 
+@contextlib.contextmanager
+def _readable(file: pathlib.Path):
+  try:
+    yield
+  except (safetensors.SafetensorError, OSError) as e:
+    raise InputError(
+      f"{file}: not a readable safetensors file ({e}): it may be truncated,"
+      " copy it again"
+    ) from None
+
+
 def read_all(
   files: Iterable[pathlib.Path],
 ) -> Iterable[tuple[str, np.ndarray]]:
   """(name, array) of each tensor: of safetensors one in memory at a time, of a
   pickle the whole file."""
   for file in files:
-    yield from _pickled(file) if file.suffix == ".bin" else _plain(file)
-
-
-def _plain(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
-  try:
-    with safetensors.safe_open(file, framework="numpy") as f:
+    if file.suffix == ".bin":
+      yield from _pickled(file)
+      continue
+    with _readable(file), safetensors.safe_open(file, framework="numpy") as f:
       for name in f.keys():  # noqa: SIM118 (not a dict)
         yield name, f.get_tensor(name)
-  except (safetensors.SafetensorError, OSError) as e:
-    raise InputError(
-      f"{file}: not a readable safetensors file ({e}): it may be truncated,"
-      " copy it again"
-    ) from None
 
 
 def _pickled(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
@@ -117,28 +125,158 @@ def _pickled(file: pathlib.Path) -> Iterable[tuple[str, np.ndarray]]:
   yield from arrays.items()
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A tensor on disk, of which any part can be read.
+
+  part: the safetensors slice. transposed: seen with its two axes swapped.
+  """
+
+  file: pathlib.Path
+  part: object
+  transposed: bool = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    shape = tuple(self.part.get_shape())
+    return shape[::-1] if self.transposed else shape
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  @property
+  def T(self) -> "Stored":
+    return dataclasses.replace(self, transposed=not self.transposed)
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    """self[index] as a new array of another type.
+
+    Read in blocks of rows, so that next to the result only one block is ever
+    in memory.
+    """
+    within = [
+      range(*i.indices(n)) for i, n in zip(index, self.shape, strict=True)
+    ]
+    out = np.empty([len(r) for r in within], dtype)
+    into, rows = (
+      (out.T, within[::-1]) if self.transposed else (out, list(within))
+    )
+    step = max(1, BLOCK // max(1, 4 * math.prod(map(len, rows[1:]))))
+    rest = tuple(slice(r.start, r.stop) for r in rows[1:])
+    for at in range(0, len(rows[0]), step):
+      first = rows[0].start + at
+      last = min(first + step, rows[0].stop)
+      with _readable(self.file):
+        block = self.part[(slice(first, last), *rest)]
+      into[at : at + last - first] = block
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """A tensor in memory, read like a `Stored` one."""
+
+  array: np.ndarray
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.array.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.array.ndim
+
+  @property
+  def T(self) -> "Held":
+    return Held(self.array.T)
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    return np.ascontiguousarray(self.array[index].astype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """Tensors of one shape on a new leading axis (experts), none read yet."""
+
+  parts: tuple["Stored | Held", ...]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (len(self.parts), *self.parts[0].shape)
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
+    return np.stack([p.read(index[1:], dtype) for p in self.parts[index[0]]])
+
+
+def stored(
+  files: Iterable[pathlib.Path],
+) -> Iterable[tuple[str, Stored | Held]]:
+  """(name, tensor) of each tensor, unread; a pickle is read whole."""
+  for file in files:
+    if file.suffix == ".bin":
+      for name, array in _pickled(file):
+        yield name, Held(array)
+      continue
+    with _readable(file):
+      opened = safetensors.safe_open(file, framework="numpy")
+    with opened as f:
+      for name in f.keys():  # noqa: SIM118 (not a dict)
+        yield name, Stored(file, f.get_slice(name))
+
+
+def place(
+  tensor: Stored | Held | Stack,
+  dtype: str,
+  sharding: jax.sharding.Sharding | None,
+) -> jax.Array:
+  """The tensor on its devices; each shard is read from the file by itself.
+
+  Args:
+    sharding: None = whole, on the default device.
+  """
+  dtype = jnp.dtype(dtype)
+  whole = (slice(None),) * tensor.ndim
+  if sharding is None:
+    return jnp.asarray(tensor.read(whole, dtype))
+  parts: dict[str, np.ndarray] = {}  # devices that hold the same part
+
+  def part(index):
+    key = str(index)
+    if key not in parts:
+      parts[key] = tensor.read(index, dtype)
+    return parts[key]
+
+  return jax.make_array_from_callback(tensor.shape, sharding, part)
+
+
 def load(
-  tensors: Iterable[tuple[str, np.ndarray]],
+  tensors: Iterable[tuple[str, np.ndarray | Stored | Held]],
   rules: list[Rule],
   shapes: dict[str, tuple[int, ...]],
   ignored: str,
-  put: Callable[[np.ndarray], object],
+  put: Callable[[str, np.ndarray | Stored | Held | Stack], object],
   where: str,
   reasons: dict[str, str],
 ) -> dict:
   """Named tensors -> nested parameters; all mismatches in one message.
 
   Args:
-    tensors: (name, array) pairs, read one after another.
+    tensors: (name, tensor) pairs, one after another.
     rules: the key table; each name must match exactly one rule.
     shapes: the wanted path ("a/b/kernel") -> shape.
     ignored: a pattern of names that carry no parameter.
-    put: called with each array in our layout (casts, moves to the device).
+    put: called with the path and the tensor in our layout (reads, casts,
+      moves to the device).
     where: file or folder, for messages.
     reasons: pattern of an unexpected name -> why it cannot be left out.
   """
   flat, problems = {}, []
-  parts: dict[str, dict[int, np.ndarray]] = {}  # of stacks not whole yet
+  parts: dict[str, dict[int, Stored | Held]] = {}  # of stacks not whole yet
 
   def unexpected(name: str, array: np.ndarray) -> str:
     why = [r for p, r in reasons.items() if re.fullmatch(p, name)]
@@ -172,11 +310,12 @@ def load(
     elif path in flat or (stack is not None and number in stack):
       problems.append(f"{name} is there twice")
     elif stack is None:
-      flat[path] = put(array)
+      flat[path] = put(path, array)
     else:
       stack[number] = array
       if len(stack) == shapes[path][0]:
-        flat[path] = put(np.stack([stack.pop(i) for i in range(len(stack))]))
+        whole = Stack(tuple(stack.pop(i) for i in range(len(stack))))
+        flat[path] = put(path, whole)
   for path in shapes:
     if path not in flat:
       some = f" ({len(parts[path])} of them there)" if parts.get(path) else ""

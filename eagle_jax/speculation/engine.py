@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from eagle_jax import sharding
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.models import kv_cache
@@ -99,9 +101,19 @@ class Engine:
 
   compile_seconds and programs tell what was compiled; `fetches` counts the
   device-to-host transfers.
+
+  Args:
+    mesh: the models lie on it (`loading.models`); the state will too, its rows
+      shared out over the data axis.
   """
 
-  def __init__(self, models: Models, batch_size: int, context: int | None):
+  def __init__(
+    self,
+    models: Models,
+    batch_size: int,
+    context: int | None,
+    mesh: Mesh | None = None,
+  ):
     limit = models.target.config.max_positions
     if context is not None and not 2 <= context <= limit:
       raise InputError(
@@ -109,6 +121,12 @@ class Engine:
       )
     if batch_size < 1:
       raise InputError(f"batch_size {batch_size} must be at least 1")
+    if mesh and batch_size % mesh.shape["data"]:
+      raise InputError(
+        f"batch_size {batch_size} does not divide over the mesh's data axis of"
+        f" {mesh.shape['data']}: give a multiple"
+      )
+    self.mesh = mesh
     self.models = models
     self.batch_size = batch_size
     self.context = context or limit
@@ -134,37 +152,55 @@ class Engine:
     state = jax.eval_shape(
       functools.partial(states.init_state, m, B, self._width, capacity)
     )
-    row = jax.ShapeDtypeStruct((B,), jnp.int32)
-    flag = jax.ShapeDtypeStruct((B,), bool)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    # Where the results lie; without a mesh that is the one device.
+    to_state, to_host, to_both = {}, {}, {}
+    put = lambda a: a
+    if self.mesh is not None:
+      everywhere = sharding.replicated(self.mesh)
+      rows = sharding.decode_state(state, m, self.mesh)
+      to_state = {"out_shardings": rows}
+      to_host = {"out_shardings": everywhere}
+      to_both = {"out_shardings": (rows, everywhere)}
+      state = sharding.shapes(state, rows)
+      put = lambda a: jax.ShapeDtypeStruct(
+        a.shape, a.dtype, sharding=everywhere
+      )
+    row = put(jax.ShapeDtypeStruct((B,), jnp.int32))
+    flag = put(jax.ShapeDtypeStruct((B,), bool))
+    scalar = put(jax.ShapeDtypeStruct((), jnp.int32))
     if name == "init":
       make = functools.partial(
         states.init_state, B=B, width=self._width, capacity=capacity
       )
-      lowered = jax.jit(make).lower(m)
+      lowered = jax.jit(make, **to_state).lower(m)
     elif name == "chunk":
       lowered = jax.jit(
-        functools.partial(decoding.run_chunk, size=CHUNK), donate_argnums=1
+        functools.partial(decoding.run_chunk, size=CHUNK),
+        donate_argnums=1,
+        **to_both,
       ).lower(m, state, scalar)
     elif name == "prefill":
       lowered = jax.jit(
-        functools.partial(decoding.prefill, T=static[0]), donate_argnums=1
+        functools.partial(decoding.prefill, T=static[0]),
+        donate_argnums=1,
+        **to_state,
       ).lower(m, state, row, flag)
     elif name == "begin":
-      tokens, seeds = state.tokens, state.seeds
-      lowered = jax.jit(states.begin, donate_argnums=1).lower(
-        m, state, tokens, row, row, seeds, state.sampling, row
+      tokens, seeds = put(state.tokens), put(state.seeds)
+      sampling = jax.tree.map(put, state.sampling)
+      lowered = jax.jit(states.begin, donate_argnums=1, **to_state).lower(
+        m, state, tokens, row, row, seeds, sampling, row
       )
     elif name == "resize":
       lowered = jax.jit(
-        functools.partial(states.resize, capacity=static[0])
+        functools.partial(states.resize, capacity=static[0]), **to_state
       ).lower(state)
     elif name == "look":
-      lowered = jax.jit(states.look).lower(state)
+      lowered = jax.jit(states.look, **to_host).lower(state)
     elif name == "grow":  # to look at; a cycle grows its own
-      lowered = jax.jit(decoding.grow).lower(m, state)
+      lowered = jax.jit(decoding.grow, **to_host).lower(m, state)
     elif name == "stop":
-      lowered = jax.jit(states.stop_rows, donate_argnums=0).lower(
+      lowered = jax.jit(states.stop_rows, donate_argnums=0, **to_state).lower(
         state, flag, row
       )
     else:

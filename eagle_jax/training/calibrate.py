@@ -54,7 +54,7 @@ def curve(
       network, target_params, tokens, documents, positions
     )
     batch = losses.Batch(tokens, mask, documents, positions, fused, final)
-    out = losses.unroll(module, params, batch, 1, None)[0]
+    out = losses.unroll(module, params, batch, 1, None, False)[0]
     draft = module.apply({"params": params}, out, method="logits")[0]
     logits = network.apply(
       {"params": target_params}, losses.shift(final, 1)[0], method="logits"

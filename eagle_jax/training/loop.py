@@ -1,208 +1,393 @@
-"""The training run: data, step, held-out figures, checkpoints. One function."""
+"""The training run: models and data, then steps, figures and saves.
+
+  build   config -> Run: target, drafter, rows, compiled steps, all placed
+  train   Run -> steps until the end, or SIGTERM; resumes what the folder holds
+
+Every process of a slice runs the same `train`; only process 0 writes files of
+its own (Orbax lets each process write its shards).
+"""
 
 import dataclasses
-import datetime
-import json
 import pathlib
-import sys
-import time
+import shutil
+import signal
+import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-import tqdm
-from flax import struct
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from eagle_jax import loading
+from eagle_jax import loading, sharding
 from eagle_jax.checkpoints import drafters
-from eagle_jax.config import DrafterConfig
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
+from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.training import data, features, losses, start
+from eagle_jax.training import batches, data, features, losses, start, watch
+from eagle_jax.training import config as configs
+from eagle_jax.training import step as steps
+from eagle_jax.training.config import TrainConfig
+from eagle_jax.training.data import Packed
+from eagle_jax.training.decoder import Decoder
+from eagle_jax.training.saves import Saves, fingerprint
+from eagle_jax.training.step import Frozen, Networks, TrainState
+
+Kept = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class Stopped(Exception):
+  """SIGTERM came; the run is saved and goes on where it is started again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """What is read: rows to train on, held-out rows, the draft vocabulary, and
+  the rows to evaluate on."""
+
+  packed: Packed
+  held: Packed
+  vocabulary: np.ndarray
+  eval_rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """All that a run reads and never changes; placed and compiled.
+
+  places: shardings of the TrainState. share: of each batch, `batches.share`.
+  kept_train, kept_held: features on disk, or None.
+  """
+
+  config: TrainConfig
+  out: pathlib.Path
+  mesh: Mesh
+  target: LoadedTarget
+  networks: Networks
+  corpus: Corpus
+  frozen: Frozen
+  optimizer: optax.GradientTransformation
+  places: TrainState
+  total: int
+  share: tuple[int, int]
+  kept_train: Kept | None
+  kept_held: Kept | None
+  train_step: Callable
+  eval_step: Callable
 
 
 @dataclasses.dataclass
-class TrainConfig:
-  """One run. Paths may be overridden on the command line."""
+class Progress:
+  """What a run has come to."""
 
-  target: str
-  data: tuple[str, ...]  # chats JSONL
-  heldout: tuple[str, ...]  # chats JSONL, never trained on
-  out: str  # run folder
-  # drafter
-  kind: str
-  taps: tuple[int, ...]  # empty with kind "eagle3": the official three
-  draft_vocab_size: int
-  init: str  # "last_layer" | "random" | a drafter folder to go on from
-  train_head: bool  # else the target's rows stay as they are
-  # batches
-  row_length: int  # T
-  batch_size: int  # rows a step
-  epochs: int
-  max_chats: int  # 0 = all
-  pack_window: int  # chats packed together; later ones leave earlier rows be
-  features: str  # "online" | "cached"
-  # loss
-  unroll_steps: int  # U
-  anchor_rows: int  # R scored rows of each T, by chance; 0 = all
-  step_decay: float
-  feature_weight: float
-  vocabulary_weight: float
-  # U(-x, x) * 512 / document length on the input feature; 0 = off
-  feature_noise: float
-  # optimizer
-  learning_rate: float
-  warmup_steps: int
-  beta1: float
-  beta2: float
-  weight_decay: float
-  clip_norm: float
-  # run
-  eval_every: int  # steps
-  eval_rows: int
-  save_every: int
-  seed: int
-  dtype: str
+  state: TrainState
+  best_tau: float
 
 
-@struct.dataclass
-class TrainState:
-  """Donated to each step. frozen tables are not in it."""
-
-  step: jax.Array
-  params: dict
-  optimizer: optax.OptState
+# Build ----------------------------------------------------------------------
 
 
-def split(params: dict, train_head: bool) -> tuple[dict, dict]:
-  """(trainable, frozen) top-level entries of a drafter's parameters."""
-  frozen = {"embed_tokens"} | (set() if train_head else {"lm_head"})
-  return (
-    {k: v for k, v in params.items() if k not in frozen},
-    {k: v for k, v in params.items() if k in frozen},
+def load_target(c: TrainConfig, mesh: Mesh, say) -> LoadedTarget:
+  """The target on the mesh; chats need its tokenizer and template."""
+  loaded = loading.load_target(c.target, c.dtype, say, mesh, "train")
+  if not getattr(loaded.tokenizer, "chat_template", None):
+    raise InputError(
+      f"target {c.target!r} has no tokenizer with a chat template: training on"
+      " chats needs one"
+    )
+  places = sharding.parameters(
+    loaded.params, loaded.config, mesh, "train", lambda line: None
+  )
+  return dataclasses.replace(
+    loaded, params=jax.device_put(loaded.params, places)
   )
 
 
-def make_optimizer(c: TrainConfig, total: int) -> optax.GradientTransformation:
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, c.learning_rate, c.warmup_steps, total, c.learning_rate * 0.01
+def read_corpus(c: TrainConfig, target: LoadedTarget, say) -> Corpus:
+  """Read, tokenise and pack all chats."""
+  T, V = c.row_length, target.config.vocab_size
+  read = lambda files: data.read(
+    [pathlib.Path(f) for f in files], target.tokenizer
   )
-  return optax.chain(
-    optax.clip_by_global_norm(c.clip_norm),
-    optax.adamw(schedule, c.beta1, c.beta2, weight_decay=c.weight_decay),
+  documents = read(c.data)
+  packed = data.pack_windows(documents[: c.max_chats or None], T, c.pack_window)
+  held = data.pack_windows(read(c.heldout), T, c.pack_window)
+  vocabulary = data.draft_vocabulary(documents, min(c.draft_vocab_size, V), V)
+  # Packing sorts by length: evaluate on rows of all lengths.
+  rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
+  _check_rows(packed, np.arange(min(len(packed), 256)), 1, "data")
+  _check_rows(held, rows, c.unroll_steps, "heldout")
+  return Corpus(packed, held, vocabulary, rows)
+
+
+def _check_rows(
+  packed: Packed, rows: np.ndarray, unroll_steps: int, name: str
+) -> None:
+  """Refuses rows of which the last unrolled step would count none."""
+  parts = batches.take(packed, rows)
+  batch = losses.Batch(
+    *(jnp.asarray(parts[f]) for f in batches.FIELDS), None, None
+  )
+  if not losses.counted(batch, unroll_steps - 1).any():
+    raise InputError(
+      f"{name}: no answer has {unroll_steps + 1} tokens in a row, so that step"
+      f" {unroll_steps} would have nothing to count: give longer answers or a"
+      " longer row_length"
+    )
+
+
+def _describe(corpus: Corpus, say) -> None:
+  packed = corpus.packed
+  used = packed.tokens[packed.mask]
+  say(
+    f"{len(packed)} rows of {packed.tokens.shape[1]} tokens, {used.size}"
+    f" supervised ({used.size / packed.tokens.size:.0%}), padding"
+    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
+    f" {np.isin(used, corpus.vocabulary).mean():.2%} of them"
   )
 
 
-def make_train_step(
-  c: TrainConfig, drafter: Drafter, optimizer: optax.GradientTransformation
-):
-  """(state, frozen, target_head, vocabulary, batch) -> (state, report).
+def taps_of(c: TrainConfig, target: TargetConfig) -> tuple[int, ...]:
+  """The layers whose inputs are read, or kept on disk for both kinds."""
+  taps = tuple(c.taps)
+  if not taps and (c.kind == "eagle3" or c.features == "cached"):
+    taps = drafters.official_taps(target.num_layers)
+  if max(taps, default=0) > target.num_layers:
+    raise InputError(
+      f"taps {taps} reach past the target's {target.num_layers} layers"
+    )
+  return taps
 
-  Pure and unjitted: the caller jits it, with shardings on a mesh. Noise is
-  keyed by (seed, step), so a resumed run draws the same; so are the anchors.
+
+def drafter_config(
+  c: TrainConfig, target: TargetConfig, W: int
+) -> DrafterConfig:
+  """A drafter of the target's layer shape."""
+  return DrafterConfig(
+    kind=c.kind,
+    vocab_size=target.vocab_size,
+    draft_vocab_size=W,
+    taps=taps_of(c, target) if c.kind == "eagle3" else (),
+    hidden_size=target.hidden_size,
+    mlp_size=target.mlp_size,
+    num_heads=target.num_heads,
+    num_kv_heads=target.num_kv_heads,
+    head_size=target.head_size,
+    norm_eps=target.norm_eps,
+    rope_theta=target.rope_theta,
+    max_positions=target.max_positions,
+    # the official layout has biases, but no q/k norm and no rope scaling
+    qkv_bias=target.qkv_bias,
+    dtype=c.dtype,
+  )
+
+
+def _kept_features(
+  c: TrainConfig, out: pathlib.Path, target: LoadedTarget, packed: Packed, say
+) -> Kept | None:
+  if c.features == "online":
+    return None
+  if jax.process_count() > 1:
+    raise InputError(
+      "features 'cached' is for one process: use features='online'"
+    )
+  return features.Cache(
+    out.parent / "features",
+    Target(target.config, taps_of(c, target.config)),
+    target.params,
+    packed,
+    target.fingerprint(),
+    c.kind,
+    say,
+  )
+
+
+def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
+  """The run and its state at step 0.
+
+  Raises:
+    InputError: a config or file that cannot be used.
   """
-  weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
-
-  def train_step(state, frozen, target_head, vocabulary, batch):
-    key = jax.random.fold_in(jax.random.key(c.seed), state.step)
-    anchors = None
-    if c.anchor_rows:
-      rows_key = jax.random.fold_in(key, 1)
-      anchors = losses.draw_anchors(batch, c.anchor_rows, rows_key)
-    if c.feature_noise:
-      noise = jax.random.uniform(
-        key, batch.features.shape, minval=-1.0, maxval=1.0
-      )
-      width = c.feature_noise * 512 / losses.document_lengths(batch)
-      noise = (noise * width[..., None]).astype(batch.features.dtype)
-      batch = batch.replace(features=batch.features + noise)
-
-    def loss_of(params):
-      return losses.losses(
-        drafter,
-        params | frozen,
-        batch,
-        vocabulary,
-        target_head,
-        c.unroll_steps,
-        weights,
-        anchors,
-      )
-
-    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(
-      state.params
-    )
-    updates, opt = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    report = report | {"loss": loss, "grad_norm": optax.global_norm(grads)}
-    return TrainState(state.step + 1, params, opt), report
-
-  return train_step
-
-
-def _check(c: TrainConfig) -> None:
-  for name, allowed in {
-    "kind": ("eagle", "eagle3"),
-    "features": ("online", "cached"),
-    "dtype": ("float32", "bfloat16"),
-  }.items():
-    if getattr(c, name) not in allowed:
-      raise InputError(
-        f"{name} {getattr(c, name)!r} is unknown: use one of"
-        f" {', '.join(allowed)}"
-      )
-  for name in ("data", "heldout"):
-    if not getattr(c, name):
-      raise InputError(
-        f"no {name} given: name chat files, for example"
-        f" --config.{name}=\"('chats.jsonl',)\""
-      )
-  for name in (
-    "row_length",
-    "batch_size",
-    "epochs",
-    "unroll_steps",
-    "eval_every",
-    "eval_rows",
-    "save_every",
-    "draft_vocab_size",
-    "pack_window",
-  ):
-    if getattr(c, name) < 1:
-      raise InputError(
-        f"{name} {getattr(c, name)} must be at least 1: mend the config"
-      )
-  if not 0 <= c.anchor_rows <= c.row_length:
+  out = pathlib.Path(c.out).absolute()
+  mesh = sharding.make_mesh(c.mesh)
+  share = batches.share(mesh, c.batch_size // c.accumulate)
+  target = load_target(c, mesh, say)
+  corpus = read_corpus(c, target, say)
+  total = len(corpus.packed) // c.batch_size * c.epochs
+  if not total:
     raise InputError(
-      f"anchor_rows {c.anchor_rows} must be 0 (all) to row_length"
-      f" {c.row_length}"
+      f"batch_size {c.batch_size} is more than the {len(corpus.packed)} rows of"
+      " data"
     )
-  both = set(c.data) & set(c.heldout)
-  if both:
-    raise InputError(
-      f"{', '.join(sorted(both))} is both in data and in heldout: figures on"
-      " trained chats say nothing"
-    )
+  optimizer = steps.make_optimizer(c, total)
+  config = drafter_config(c, target.config, len(corpus.vocabulary))
+  params, vocabulary = start.parameters(
+    c.init, c.seed, config, target, corpus.vocabulary, mesh, say
+  )
+  corpus = dataclasses.replace(corpus, vocabulary=vocabulary)
+  _describe(corpus, say)
+  n = Networks(Target(target.config, config.taps), Drafter(config))
+  trained, rest = steps.split(params, c.train_head)
+  head = start.head_of_target(config, target, vocabulary, mesh)["kernel"]
+  frozen = Frozen(target.params, rest, head, vocabulary)
+  frozen_places = steps.frozen_shardings(frozen, n, mesh, lambda line: None)
+  frozen = start.placed(frozen, frozen_places)
+  begin = lambda params: steps.initial_state(c, optimizer, params)
+  places = steps.state_shardings(
+    jax.eval_shape(begin, trained), optimizer, n, mesh, lambda line: None
+  )
+  run = Run(
+    config=c,
+    out=out,
+    mesh=mesh,
+    target=target,
+    networks=n,
+    corpus=corpus,
+    frozen=frozen,
+    optimizer=optimizer,
+    places=places,
+    total=total,
+    share=share,
+    kept_train=_kept_features(c, out, target, corpus.packed, say),
+    kept_held=_kept_features(c, out, target, corpus.held, say),
+    train_step=steps.jit_train_step(
+      steps.make_train_step(c, n, optimizer), places, frozen_places, mesh
+    ),
+    eval_step=jax.jit(
+      steps.make_eval_step(c, n), out_shardings=sharding.replicated(mesh)
+    ),
+  )
+  return run, jax.jit(begin, out_shardings=places)(trained)
 
 
-def _same_run(c: TrainConfig, file: pathlib.Path) -> None:
-  """Write the run's config, or refuse to go on with another one."""
-  mine = json.loads(json.dumps(dataclasses.asdict(c)))
-  if file.exists():
-    theirs = json.loads(file.read_text())
-    other = [n for n in mine if n != "out" and mine[n] != theirs.get(n)]
-    if other:
-      changes = ", ".join(f"{n} {theirs.get(n)} to {mine[n]}" for n in other)
-      raise InputError(
-        f"{file.parent} holds a run with another config ({changes}): give"
-        " another --config.out, or that config"
-      )
+# Pieces of a step -------------------------------------------------------------
+
+
+def batch_of(run: Run, rows: dict[str, np.ndarray], kept: Kept | None):
+  """This process's rows as part of the global batch."""
+  place = sharding.batch(run.mesh, "train")
+  found = kept(rows["row"]) if kept else None
+  return batches.to_devices(rows, found, run.config.dtype, place)
+
+
+def evaluate(run: Run, state: TrainState) -> dict:
+  """Figures of the held-out rows, one row a data and fsdp device at a time."""
+  size = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+  index, count = batches.share(run.mesh, size)
+  mine = slice(index * size // count, (index + 1) * size // count)
+  reports, rows = [], run.corpus.eval_rows
+  for at in range(0, len(rows), size):
+    taken = batches.take(run.corpus.held, rows[at : at + size])
+    taken = {k: v[mine] for k, v in batches.padded(taken, size).items()}
+    batch = batch_of(run, taken, run.kept_held)
+    reports.append(run.eval_step(state.params, run.frozen, batch))
+  summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(reports))
+  return losses.figures(summed)
+
+
+def export(run: Run, state: TrainState, figures: dict) -> None:
+  """Write the drafter as it is now to the run's folder `drafter`."""
+  everywhere = sharding.replicated(run.mesh)
+  whole = jax.jit(lambda p: p, out_shardings=everywhere)(state.params)
+  if jax.process_index():
     return
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(json.dumps(mine, indent=1) + "\n")
+  c, step = run.config, int(state.step)
+  part, folder = run.out / "drafter.part", run.out / "drafter"
+  shutil.rmtree(part, ignore_errors=True)
+  drafters.save(
+    part,
+    run.networks.drafter.config,
+    whole | run.frozen.drafter,
+    run.corpus.vocabulary,
+    own_head=c.train_head,
+    notes={
+      "target": run.target.name,
+      "chat_template": run.target.tokenizer.chat_template,
+      "trained_steps": step,
+      "trained_tokens": step * c.batch_size * c.row_length,
+      "unroll_steps": c.unroll_steps,
+      "heldout": {k: figures[k] for k in ("alpha", "tau")},
+    },
+    dtype="bfloat16",
+  )
+  if folder.exists():
+    shutil.rmtree(folder)
+  part.rename(folder)
+
+
+def make_decoder(run: Run, state: TrainState) -> Callable | None:
+  """state -> figures of real decoding; None where the config wants none."""
+  c = run.config
+  if not c.decode_every:
+    return None
+  complete = lambda state: state.params | run.frozen.drafter
+  decoder = Decoder(
+    run.target,
+    LoadedDrafter(
+      run.networks.drafter.config, complete(state), run.corpus.vocabulary, {}
+    ),
+    run.mesh,
+    run.corpus.held,
+    c.decode_prompts,
+    c.decode_tokens,
+  )
+  return lambda state: decoder(complete(state))
+
+
+class Stopper:
+  """Has SIGTERM come? With several processes, has it come to any of them, and
+  has this step been agreed on? JAX's runtime tells (it holds the signal then).
+  """
+
+  def __init__(self):
+    self.called = False
+
+  def __enter__(self):
+    self.alone = jax.process_count() == 1
+    # Python lets only the main thread handle signals.
+    main = threading.current_thread() is threading.main_thread()
+    self.handles = self.alone and main
+    if self.handles:
+      self.before = signal.signal(signal.SIGTERM, self._call)
+    return self
+
+  def _call(self, *_):
+    self.called = True
+
+  def __exit__(self, *_):
+    if self.handles:
+      signal.signal(signal.SIGTERM, self.before)
+
+  def reached(self, step: int) -> bool:
+    if self.alone:
+      return self.called
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+# The run ----------------------------------------------------------------------
+
+
+def facts(run: Run, state: TrainState) -> dict:
+  """What run.json says besides versions."""
+  device = jax.devices()[0]
+  count = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
+  return {
+    "devices": f"{jax.device_count()} {device.device_kind}",
+    "processes": jax.process_count(),
+    "mesh": dict(run.mesh.shape),
+    "steps": run.total,
+    "rows": len(run.corpus.packed),
+    "heldout_rows": len(run.corpus.held),
+    "target_parameters": count(run.target.params),
+    "trained_parameters": count(state.params),
+    "tokenizer": fingerprint(run.target.tokenizer),
+    "chat_template": run.target.tokenizer.chat_template,
+  }
 
 
 def train(c: TrainConfig, say=print) -> pathlib.Path:
@@ -210,239 +395,111 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
 
   Raises:
     InputError: a config or file that cannot be used.
+    Stopped: SIGTERM came; all is saved.
   """
-  _check(c)
+  if jax.process_index():
+    say = lambda line: None
+  configs.check(c)
   out = pathlib.Path(c.out).absolute()
-  loaded = loading.load_target(c.target, c.dtype, say)
-  if not getattr(loaded.tokenizer, "chat_template", None):
-    raise InputError(
-      f"target {c.target!r} has no tokenizer with a chat template: training on"
-      " chats needs one"
-    )
-  target_config, target_params = loaded.config, loaded.params
-  tokenizer, name = loaded.tokenizer, loaded.name
-  T = c.row_length
-  read = lambda files: data.read([pathlib.Path(f) for f in files], tokenizer)
-  documents = read(c.data)
-  packed = data.pack_windows(documents[: c.max_chats or None], T, c.pack_window)
-  held = data.pack_windows(read(c.heldout), T, c.pack_window)
-  V = target_config.vocab_size
-  W = min(c.draft_vocab_size, V)
-  vocabulary = data.draft_vocabulary(documents, W, V)
-  tapped = c.kind == "eagle3" or c.features == "cached"
-  taps = tuple(c.taps)
-  if tapped and not taps:
-    taps = drafters.official_taps(target_config.num_layers)
-  if max(taps, default=0) > target_config.num_layers:
-    raise InputError(
-      f"taps {taps} reach past the target's {target_config.num_layers} layers"
-    )
-  config = DrafterConfig(
-    kind=c.kind,
-    vocab_size=V,
-    draft_vocab_size=W,
-    taps=taps if c.kind == "eagle3" else (),
-    hidden_size=target_config.hidden_size,
-    mlp_size=target_config.mlp_size,
-    num_heads=target_config.num_heads,
-    num_kv_heads=target_config.num_kv_heads,
-    head_size=target_config.head_size,
-    norm_eps=target_config.norm_eps,
-    rope_theta=target_config.rope_theta,
-    max_positions=target_config.max_positions,
-    # the official layout has biases, but no q/k norm and no rope scaling
-    qkv_bias=target_config.qkv_bias,
-    dtype=c.dtype,
+  configs.same_run(c, out / "config.json")
+  run, state = build(c, say)
+  decoder = make_decoder(run, state)
+  index, count = run.share
+  rows = batches.Rows(
+    run.corpus.packed, c.batch_size, c.seed, index, count, c.epochs
   )
-  params, vocabulary = start.parameters(
-    c.init, c.seed, config, loaded, vocabulary, say
+  if not (out / "config.json").exists() and not jax.process_index():
+    watch.explain(out, c, facts(run, state))
+  tokenizer = run.target.tokenizer
+  same = {
+    "chat template": tokenizer.chat_template,
+    "tokenizer": fingerprint(tokenizer),
+  }
+  flops = watch.flops_per_token(
+    c, run.target.config, run.networks.drafter.config
   )
-  used = packed.tokens[packed.mask]
-  say(
-    f"{len(packed)} rows of {T} tokens, {used.size} supervised"
-    f" ({used.size / packed.tokens.size:.0%}), padding"
-    f" {np.mean(packed.documents == 0):.1%}; the draft vocabulary covers"
-    f" {np.isin(used, vocabulary).mean():.2%} of them"
-  )
-  params, frozen = split(params, c.train_head)
-  target_head = drafters.target_rows(target_config, target_params, vocabulary)[
-    "kernel"
-  ]
-  drafter = Drafter(config)
-  target = Target(target_config, config.taps)
-
-  steps_an_epoch = len(packed) // c.batch_size
-  if steps_an_epoch < 1:
-    raise InputError(
-      f"batch_size {c.batch_size} is more than the {len(packed)} rows of data"
-    )
-  total = steps_an_epoch * c.epochs
-  if c.warmup_steps >= total:
-    raise InputError(
-      f"warmup_steps {c.warmup_steps} must be below the run's {total} steps"
-    )
-  optimizer = make_optimizer(c, total)
-  # Copies, since the state is donated and the target's arrays are not ours;
-  # float32, since the optimizer's steps are too small for bfloat16.
-  params = jax.tree.map(lambda a: jnp.array(a, jnp.float32), params)
-  state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-  train_step = jax.jit(make_train_step(c, drafter, optimizer), donate_argnums=0)
-  weights = losses.Weights(c.feature_weight, c.vocabulary_weight, c.step_decay)
-  eval_step = jax.jit(
-    lambda p, f, h, v, b: losses.losses(
-      drafter, p | f, b, v, h, c.unroll_steps, weights, None
-    )[1]
-  )
-
-  if c.features == "cached":
-    folder = out.parent / "features"
-    reader = Target(target_config, taps)
-    get_train, get_held = (
-      features.Cache(
-        folder, reader, target_params, p, loaded.fingerprint(), c.kind, say
-      )
-      for p in (packed, held)
-    )
-  else:
-    run = jax.jit(
-      lambda p, t, d, x: features.target_features(target, p, t, d, x)
-    )
-    online = lambda packed: (
-      lambda r: run(
-        target_params,
-        packed.tokens[r],
-        packed.documents[r],
-        packed.positions[r],
-      )
-    )
-    get_train, get_held = online(packed), online(held)
-
-  def batch_of(packed, get, rows):
-    fused, final = get(rows)
-    return losses.Batch(
-      *(getattr(packed, f)[rows] for f in ("tokens", "mask")),
-      *(getattr(packed, f)[rows] for f in ("documents", "positions")),
-      jnp.asarray(fused, c.dtype),
-      jnp.asarray(final, c.dtype),
-    )
-
-  _same_run(c, out / "config.json")
-  manager = ocp.CheckpointManager(
-    out / "checkpoints",
-    options=ocp.CheckpointManagerOptions(max_to_keep=2),
-  )
-  best_tau = 0.0
-  if manager.latest_step() is not None:
-    restored = manager.restore(
-      manager.latest_step(),
-      args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(state), facts=ocp.args.JsonRestore()
-      ),
-    )
-    state, facts = restored["state"], restored["facts"]
-    best_tau = facts["best_tau"]
-    say(f"resumed at step {int(state.step)} of {total}")
-
-  def evaluate() -> dict:
-    # Packing sorts by length: take rows of all lengths.
-    rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
-    reports = [
-      eval_step(
-        state.params,
-        frozen,
-        target_head,
-        vocabulary,
-        batch_of(held, get_held, rows[i : i + 1]),
-      )
-      for i in range(len(rows))
-    ]
-    summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *reports)
-    return losses.acceptance(summed) | {
-      "hits": (summed["hits"] / summed["rows"]).tolist(),
-      "vocabulary_loss": (
-        summed["vocabulary"] / summed["vocabulary_rows"]
-      ).tolist(),
-      "feature_loss": (summed["feature"] / summed["rows"]).tolist(),
-    }
-
-  def export(figures: dict) -> None:
-    drafters.save(
-      out / "drafter",
-      config,
-      state.params | frozen,
-      vocabulary,
-      own_head=c.train_head,
-      notes={
-        "target": name,
-        "chat_template": tokenizer.chat_template,
-        "trained_steps": int(state.step),
-        "trained_tokens": int(state.step) * c.batch_size * T,
-        "unroll_steps": c.unroll_steps,
-        "heldout": {k: figures[k] for k in ("alpha", "tau")},
-      },
-      dtype="bfloat16",
-    )
-
-  log = (out / "log.jsonl").open("a", buffering=1)
-
-  def write(**row) -> None:
-    row["time"] = datetime.datetime.now().isoformat(timespec="seconds")
-    log.write(json.dumps(row) + "\n")
-
-  bar = tqdm.tqdm(
-    total=total,
-    initial=int(state.step),
-    unit="step",
-    mininterval=1.0 if sys.stderr.isatty() else 60.0,  # a log keeps every line
-  )
-  began, pending, seen = time.perf_counter(), None, 0
-  try:
-    for step in range(int(state.step), total):
-      epoch, within = divmod(step, steps_an_epoch)
-      rows = data.order(len(packed), c.batch_size, c.seed, epoch)[within]
-      batch = batch_of(packed, get_train, rows)
-      state, report = train_step(state, frozen, target_head, vocabulary, batch)
-      seen += batch.tokens.size
-      # The report of the step before is fetched while this one runs.
-      if pending is not None and step % 10 == 0:
-        figures = jax.device_get(pending)
-        rate = seen / (time.perf_counter() - began)
-        hits = figures["hits"] / np.maximum(figures["rows"], 1)
-        write(
-          step=step,
-          loss=float(figures["loss"]),
-          grad_norm=float(figures["grad_norm"]),
-          hits=hits.round(4).tolist(),
-          tokens_per_s=round(rate, 1),
-        )
-        bar.set_postfix_str(
-          f"loss {figures['loss']:.3f} hits"
-          f" {' '.join(f'{h:.2f}' for h in hits)} {rate:.0f} tok/s"
-        )
-      pending = report
-      bar.update()
-      last = step + 1 == total
-      if (step + 1) % c.eval_every == 0 or last:
-        figures = evaluate()
-        write(step=step + 1, heldout=figures)
-        alphas = " ".join(f"{a:.3f}" for a in figures["alpha"])
-        tqdm.tqdm.write(
-          f"step {step + 1}: held-out alpha {alphas}, chain tau"
-          f" {figures['tau']:.3f}"
-        )
-        if figures["tau"] > best_tau:
-          best_tau = figures["tau"]
-          export(figures)
-      if (step + 1) % c.save_every == 0 or last:
-        manager.save(
-          step + 1,
-          args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            facts=ocp.args.JsonSave({"best_tau": best_tau}),
-          ),
-        )
-  finally:  # also when interrupted: the save under way is completed
-    bar.close()
-    log.close()
-    manager.close()
+  progress = Progress(state, 0.0)
+  with (
+    Saves(out / "checkpoints", c.keep_last, same) as saves,
+    Stopper() as stop,
+  ):
+    shapes = sharding.shapes(state, run.places)
+    if found := saves.restore(shapes):
+      progress.state, position, progress.best_tau = found
+      rows.set_state(position)
+      say(f"resumed at step {int(progress.state.step)} of {run.total}")
+    step = int(progress.state.step)
+    tokens = c.batch_size * c.row_length
+    with watch.Journal(out, run.total, step, tokens, flops) as journal:
+      _steps(run, progress, rows, saves, stop, journal, decoder)
   return out / "drafter"
+
+
+def _steps(
+  run: Run,
+  progress: Progress,
+  rows: batches.Rows,
+  saves: Saves,
+  stop: Stopper,
+  journal: watch.Journal,
+  decoder: Callable | None,
+) -> None:
+  """From where `progress` is to the end, or to SIGTERM."""
+  c = run.config
+  rate = steps.learning_rate(c, run.total)
+  pending = None  # the report of the step before, fetched while this one runs
+
+  def record() -> None:
+    step, report = pending
+    if step % c.log_every == 0:
+      report = jax.device_get(report)
+      figures = {n: float(report[n]) for n in ("loss", "grad_norm")}
+      figures |= losses.figures(report)
+      figures |= {"learning_rate": float(rate(step - 1))} | journal.speed(step)
+      journal.write(step, "train", figures)
+      journal.show(figures)
+
+  for step in range(int(progress.state.step) + 1, run.total + 1):
+    batch = batch_of(run, next(rows), run.kept_train)
+    progress.state, report = run.train_step(progress.state, run.frozen, batch)
+    journal.tick()
+    if pending:
+      record()
+    pending = (step, report)
+    last = step == run.total
+    stopped = stop.reached(step)
+    due = lambda every: every and (step % every == 0 or last)  # noqa: B023
+    if not (stopped or due(c.eval_every) or due(c.save_every)) and not (
+      decoder and due(c.decode_every)
+    ):
+      continue
+    record()
+    pending = None
+    tau = None
+    if due(c.eval_every):
+      tau = _evaluated(run, progress, step, journal)
+    if decoder and due(c.decode_every):
+      journal.write(step, "decode", decoder(progress.state))
+    if stopped or due(c.eval_every) or due(c.save_every):
+      saves.save(step, progress.state, rows.get_state(), progress.best_tau, tau)
+    if stopped:
+      raise Stopped(
+        f"stopped by SIGTERM and saved at step {step} of {run.total}"
+      )
+    journal.restart(step)
+
+
+def _evaluated(
+  run: Run, progress: Progress, step: int, journal: watch.Journal
+) -> float:
+  """Held-out tau; the drafter is exported where it is the best so far."""
+  figures = evaluate(run, progress.state)
+  journal.write(step, "heldout", figures)
+  alphas = " ".join(f"{a:.3f}" for a in figures["alpha"])
+  journal.say(
+    f"step {step}: held-out alpha {alphas}, chain tau {figures['tau']:.3f}"
+  )
+  if figures["tau"] > progress.best_tau:
+    progress.best_tau = figures["tau"]
+    export(run, progress.state, figures)
+  return figures["tau"]

@@ -16,6 +16,9 @@ that row only, so leaving one out changes no other.
   row 3                      1  1  1  1       .  1          .  1
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -32,23 +35,43 @@ class Batch:
 
   features: [B, T, taps * D], or [B, T, D] for kind "eagle": what is fused.
   final: [B, T, D] after the target's final norm: what is regressed.
+  Both are None until the target has run.
   """
 
   tokens: Array
   mask: Array
   documents: Array
   positions: Array
-  features: Array
-  final: Array
+  features: Array | None
+  final: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What is summed up, and how it is computed.
+
+  steps: U. decay: step i counts decay**i. feature, vocabulary: weights of the
+  two parts. chunk: rows of each sequence whose vocabulary is alive at once, 0
+  = all. remat: recompute each step's activations in the backward pass.
+  """
+
+  steps: int
+  decay: float
+  feature: float
+  vocabulary: float
+  chunk: int
+  remat: bool
 
 
 @struct.dataclass
-class Weights:
-  """Weights of the loss parts; step i counts decay**i."""
+class Counts:
+  """What the sums are divided by: float32[steps] each.
 
-  feature: float
-  vocabulary: float
-  decay: float
+  rows: of the feature loss. known: of the vocabulary loss.
+  """
+
+  rows: Array
+  known: Array
 
 
 def shift(x: Array, by: int) -> Array:
@@ -113,25 +136,66 @@ def at(x: Array, anchors: Array | None, ahead: int) -> Array:
   )
 
 
+def inside(vocabulary: Array, V: int) -> Array:
+  """bool[V]: the target ids of the draft vocabulary."""
+  return jnp.zeros(V, bool).at[vocabulary].set(True)
+
+
+def scored(
+  batch: Batch, known: Array, step: int, anchors: Array | None
+) -> tuple[Array, Array, Array]:
+  """(rows, known rows, the tokens that follow) of a step: [B, R] each.
+
+  The vocabulary loss leaves out rows whose target token is outside the draft
+  vocabulary; the feature loss and the metrics do not (outside = a miss).
+
+  Args:
+    known: bool[V], `inside`.
+  """
+  rows = at(counted(batch, step), anchors, 0)
+  following = at(batch.tokens, anchors, 2 + step)
+  return rows, rows & known[following], following
+
+
+def count(
+  batch: Batch, known: Array, steps: int, anchors: Array | None
+) -> Counts:
+  """Of a whole batch, also where it is then worked off in parts."""
+  sums = [
+    [jnp.sum(rows, dtype=jnp.float32) for rows in scored(*of)[:2]]
+    for of in ((batch, known, i, anchors) for i in range(steps))
+  ]
+  return Counts(*map(jnp.stack, zip(*sums, strict=True)))
+
+
 def unroll(
   drafter: Drafter,
   params: dict,
   batch: Batch,
   steps: int,
   anchors: Array | None,
+  remat: bool,
 ) -> list[Array]:
   """The drafter's outputs [B, R, D] of each unrolled step.
 
   Args:
     anchors: int32[B, R] rows to go on with after step 0; None = all T.
+    remat: keep only these outputs and the rows made, recompute the rest.
   """
-  apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
-  fed, first = apply(
+
+  def step(params, tokens, fed, positions, attend, earlier, rows):
+    return drafter.apply(
+      {"params": params}, tokens, fed, positions, attend, None, earlier, rows
+    )
+
+  if remat:
+    step = jax.checkpoint(step)
+  fed, first = step(
+    params,
     shift(batch.tokens, 1),
-    apply(batch.features, method="fuse"),
+    drafter.apply({"params": params}, batch.features, method="fuse"),
     batch.positions,
     masks.Attend(own=masks.Causal(batch.documents)),
-    None,
     None,
     (),
   )
@@ -148,12 +212,12 @@ def unroll(
     return masks.Tree(jnp.take_along_axis(visible, anchors[..., None], 1))
 
   for i in range(1, steps):
-    fed, made = apply(
+    fed, made = step(
+      params,
       at(batch.tokens, anchors, 1 + i),
       fed,
       at(batch.positions, anchors, 0) + i,
       masks.Attend(own=masks.Itself(), earlier=earlier(i)),
-      None,
       first,
       tuple(rows),
     )
@@ -162,26 +226,79 @@ def unroll(
   return outs
 
 
+def against_target(
+  head: Callable[[Array], Array],
+  out: Array,
+  final: Array,
+  target_head: Array,
+  chunk: int,
+) -> tuple[Array, Array]:
+  """Soft cross-entropy and best draft id of each row: [B, R] each.
+
+  With V = 128k one [B, T, V] array of a 2,048-token row takes a gigabyte, and
+  a loss needs several. In chunks only [B, chunk, V] is ever alive, in the
+  backward pass too, which computes a chunk's scores anew:
+
+    rows    0 1 2 | 3 4 5 | 6 7 .     R = 8, chunk = 3; padding is cut off
+    alive          [B, 3, V]
+
+  Args:
+    head: drafter outputs [B, C, D] -> logits [B, C, W].
+    out: [B, R, D], the drafter's outputs.
+    final: [B, R, D'], the target's features at the same places.
+    target_head: [D', W].
+  """
+
+  def rows(out, final):
+    logits = head(out)
+    scores = jnp.einsum(
+      "BCD,DW->BCW",
+      final,
+      target_head,
+      precision=precision(final.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    return soft_cross_entropy(scores, logits), jnp.argmax(logits, axis=-1)
+
+  B, R, _ = out.shape
+  if not chunk or chunk >= R:
+    return rows(out, final)
+  n = -(-R // chunk)
+
+  def cut(x):
+    x = jnp.pad(x, ((0, 0), (0, n * chunk - R), (0, 0)))
+    return x.reshape(B, n, chunk, x.shape[-1]).swapaxes(
+      0, 1
+    )  # B stays as it is shared
+
+  again = jax.checkpoint(rows)
+  _, made = jax.lax.scan(
+    lambda _, x: (None, again(*x)), None, (cut(out), cut(final))
+  )
+  join = lambda x: x.swapaxes(0, 1).reshape(B, n * chunk)[:, :R]
+  return jax.tree.map(join, made)
+
+
 def losses(
   drafter: Drafter,
   params: dict,
   batch: Batch,
   vocabulary: Array,
   target_head: Array,
-  steps: int,
-  weights: Weights,
+  recipe: Recipe,
   anchors: Array | None,
+  counts: Counts,
 ) -> tuple[Array, dict[str, Array]]:
   """The weighted loss and what to report.
 
-  The vocabulary loss leaves out rows whose target token is outside the draft
-  vocabulary; the feature loss and the metrics do not (outside = a miss). A
-  drafter of another width than the target has no feature to regress: weight 0.
+  A drafter of another width than the target has no feature to regress: weight
+  0.
 
   Args:
     vocabulary: int32[W], target ids of the draft vocabulary.
     target_head: [D, W], the target's head cut to those ids.
     anchors: int32[B, R], the rows that are scored; None = all.
+    counts: of the whole batch that this one is a part of (`count`).
 
   Returns:
     loss, and sums (not means) by step: "rows", "feature", "vocabulary_rows",
@@ -189,64 +306,64 @@ def losses(
     and all earlier steps hit): float32[steps] each.
   """
   apply = lambda *a, **k: drafter.apply({"params": params}, *a, **k)
-  if drafter.config.hidden_size != batch.final.shape[-1] and weights.feature:
+  D = batch.final.shape[-1]
+  if drafter.config.hidden_size != D and recipe.feature:
     raise ValueError(
-      f"feature weight {weights.feature}: a drafter of width"
-      f" {drafter.config.hidden_size} has no feature of the target's width"
-      f" {batch.final.shape[-1]} to regress"
+      f"feature weight {recipe.feature}: a drafter of width"
+      f" {drafter.config.hidden_size} has no feature of the target's width {D}"
+      " to regress"
     )
-  V = drafter.config.vocab_size
-  inside = jnp.zeros(V, bool).at[vocabulary].set(True)
-  exact = precision(batch.final.dtype)
-  scores = jnp.einsum(
-    "BTD,DW->BTW",
-    batch.final,
-    target_head,
-    precision=exact,
-    preferred_element_type=jnp.float32,
-  )
+  head = lambda out: apply(out, method="logits")
+  known_ids = inside(vocabulary, drafter.config.vocab_size)
   loss, report = 0.0, []
   chain = True
-  for i, out in enumerate(unroll(drafter, params, batch, steps, anchors)):
-    rows = at(counted(batch, i), anchors, 0).astype(jnp.float32)
-    following = at(batch.tokens, anchors, 2 + i)
+  outs = unroll(drafter, params, batch, recipe.steps, anchors, recipe.remat)
+  for i, out in enumerate(outs):
+    rows, known, following = scored(batch, known_ids, i, anchors)
+    final = at(batch.final, anchors, 1 + i)
+    cross, best = against_target(head, out, final, target_head, recipe.chunk)
     feature = jnp.zeros(())
-    if drafter.config.hidden_size == batch.final.shape[-1]:
-      wanted = at(batch.final, anchors, 1 + i)
-      feature = jnp.sum(rows * smooth_l1(apply(out, method="feature"), wanted))
-    logits = apply(out, method="logits")
-    cross = soft_cross_entropy(at(scores, anchors, 1 + i), logits)
-    known = rows * inside[following]
+    if drafter.config.hidden_size == D:
+      feature = jnp.sum(rows * smooth_l1(apply(out, method="feature"), final))
     vocab = jnp.sum(known * cross)
-    hit = vocabulary[jnp.argmax(logits, axis=-1)] == following
+    hit = vocabulary[best] == following
     chain = chain & hit
-    loss += weights.decay**i * (
-      weights.feature * feature / jnp.maximum(rows.sum(), 1.0)
-      + weights.vocabulary * vocab / jnp.maximum(known.sum(), 1.0)
+    loss += recipe.decay**i * (
+      recipe.feature * feature / jnp.maximum(counts.rows[i], 1.0)
+      + recipe.vocabulary * vocab / jnp.maximum(counts.known[i], 1.0)
     )
     report.append(
       {
-        "rows": rows.sum(),
+        "rows": jnp.sum(rows, dtype=jnp.float32),
         "feature": feature,
-        "vocabulary_rows": known.sum(),
+        "vocabulary_rows": jnp.sum(known, dtype=jnp.float32),
         "vocabulary": vocab,
-        "hits": jnp.sum(rows * hit),
-        "chain": jnp.sum(rows * chain),
+        "hits": jnp.sum(rows & hit, dtype=jnp.float32),
+        "chain": jnp.sum(rows & chain, dtype=jnp.float32),
       }
     )
   return loss, jax.tree.map(lambda *x: jnp.stack(x), *report)
 
 
-def acceptance(report: dict[str, Array]) -> dict[str, list[float] | float]:
-  """Held-out figures from summed reports.
+def figures(report: dict[str, Array]) -> dict[str, list[float] | float]:
+  """What summed reports say.
 
   alpha[i]: drafts of step i that hit, given that all earlier steps did (each
     step's chain is a share of its own rows, which end a little earlier).
   tau: tokens a pass of a chain of `steps` drafts, 1 + sum of the chains.
+  hits[i]: drafts of step i that hit, whatever the earlier ones did.
+  feature_loss, vocabulary_loss: means by step.
+  A step without rows counts as one that never hits.
   """
-  chains = [
-    float(c / n) for c, n in zip(report["chain"], report["rows"], strict=True)
+  share = lambda a, b: [
+    float(x / max(n, 1)) for x, n in zip(report[a], report[b], strict=True)
   ]
+  chains = share("chain", "rows")
   before = [1.0, *chains[:-1]]
-  alpha = [c / p if p else 0.0 for c, p in zip(chains, before, strict=True)]
-  return {"alpha": alpha, "tau": 1.0 + sum(chains)}
+  return {
+    "alpha": [c / p if p else 0.0 for c, p in zip(chains, before, strict=True)],
+    "tau": 1.0 + sum(chains),
+    "hits": share("hits", "rows"),
+    "feature_loss": share("feature", "rows"),
+    "vocabulary_loss": share("vocabulary", "vocabulary_rows"),
+  }

@@ -10,8 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from eagle_jax import loading
+from eagle_jax import loading, sharding
 from eagle_jax.checkpoints import tensors
 from eagle_jax.checkpoints.drafters import target_rows
 from eagle_jax.config import DrafterConfig, TargetConfig
@@ -93,11 +94,40 @@ def from_last_layer(
   return jax.tree.map(lambda a: jnp.array(a), tensors.nest(flat))
 
 
+def placed(tree: dict, places: dict) -> dict:
+  """Arrays laid out over a mesh; those that lie so already stay where they are
+  (what spans processes cannot pass through one of them)."""
+
+  def put(a, place):
+    there = isinstance(a, jax.Array) and a.sharding.is_equivalent_to(
+      place, a.ndim
+    )
+    return a if there else jax.device_put(np.asarray(a), place)
+
+  return jax.tree.map(put, tree, places)
+
+
+def head_of_target(
+  config: DrafterConfig,
+  target: LoadedTarget,
+  vocabulary: np.ndarray,
+  mesh: Mesh,
+) -> dict:
+  """The target's head cut to the draft vocabulary, on the mesh."""
+  rows = lambda params: target_rows(target.config, params, vocabulary)
+  if not target.config.tied_head and len(vocabulary) == config.vocab_size:
+    return rows(target.params)  # the target's own array
+  made = {"lm_head": jax.eval_shape(rows, target.params)}
+  places = sharding.parameters(made, config, mesh, "train", lambda line: None)
+  return jax.jit(rows, out_shardings=places["lm_head"])(target.params)
+
+
 def from_drafter(
   name: str,
   config: DrafterConfig,
   target: LoadedTarget,
   vocabulary: np.ndarray,
+  mesh: Mesh,
   say,
 ) -> tuple[dict, np.ndarray]:
   """A trained drafter's parameters, and its draft vocabulary.
@@ -109,8 +139,13 @@ def from_drafter(
     earlier = loading.load_drafter(name, target, say)
   except InputError as e:
     raise InputError(f"init is not last_layer or random, and {e}") from None
-  rows = target_rows(target.config, target.params, earlier.vocabulary)
-  own = not np.array_equal(earlier.params["lm_head"]["kernel"], rows["kernel"])
+  quiet = lambda line: None
+  places = sharding.parameters(
+    earlier.params, earlier.config, mesh, "train", quiet
+  )
+  params = placed(earlier.params, places)
+  rows = head_of_target(earlier.config, target, earlier.vocabulary, mesh)
+  own = not bool(jnp.array_equal(params["lm_head"]["kernel"], rows["kernel"]))
   free = {"dtype", "max_positions", "draft_noise"}
   free |= set() if own else {"draft_vocab_size"}
   other = [
@@ -125,13 +160,9 @@ def from_drafter(
       f"init {name!r} is a drafter of another shape: {'; '.join(other)}"
     )
   if own:
-    return earlier.params, earlier.vocabulary
-  return (
-    with_target(
-      earlier.params, config, target.config, target.params, vocabulary
-    ),
-    vocabulary,
-  )
+    return params, earlier.vocabulary
+  head = head_of_target(config, target, vocabulary, mesh)
+  return params | {"lm_head": head}, vocabulary
 
 
 def parameters(
@@ -140,19 +171,31 @@ def parameters(
   config: DrafterConfig,
   target: LoadedTarget,
   vocabulary: np.ndarray,
+  mesh: Mesh,
   say,
 ) -> tuple[dict, np.ndarray]:
-  """Where a run starts, and the draft vocabulary it scores.
+  """Where a run starts, on the mesh, and the draft vocabulary it scores.
 
   Args:
     init: "last_layer", "random", or a drafter (folder, built-in or hub name).
+    target: its parameters lie on the mesh.
     vocabulary: int32[W], from the data; a drafter's own trained head keeps its.
   """
   if init not in ("last_layer", "random"):
-    return from_drafter(init, config, target, vocabulary, say)
-  params = with_target(
-    random(config, seed), config, target.config, target.params, vocabulary
+    return from_drafter(init, config, target, vocabulary, mesh, say)
+  shared = ("embed_tokens", "lm_head")
+
+  def own(target_params):
+    params = random(config, seed)
+    if init == "last_layer":
+      params = from_last_layer(params, config, target.config, target_params)
+    return {k: v for k, v in params.items() if k not in shared}
+
+  places = sharding.parameters(
+    jax.eval_shape(own, target.params), config, mesh, "train", say
   )
-  if init == "last_layer":
-    params = from_last_layer(params, config, target.config, target.params)
-  return params, vocabulary
+  made = jax.jit(own, out_shardings=places)(target.params)
+  return made | {
+    "embed_tokens": target.params["embed_tokens"],
+    "lm_head": head_of_target(config, target, vocabulary, mesh),
+  }, vocabulary

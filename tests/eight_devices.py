@@ -1,0 +1,246 @@
+"""What needs 8 devices; run by test_sharding.py in a process that has them."""
+
+import dataclasses
+import pathlib
+import threading
+import time
+
+import engines
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_losses
+import tiny
+import tiny_run
+from safetensors.numpy import save_file
+
+from eagle_jax import Sampling, loading, sharding
+from eagle_jax.checkpoints import tensors
+from eagle_jax.errors import InputError
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+from eagle_jax.speculation import engine, tree
+from eagle_jax.speculation.requests import Request
+from eagle_jax.training import start, step
+from eagle_jax.training.losses import Batch
+
+quiet = lambda line: None
+
+
+# Decoding --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+  target = tiny.target(num_layers=1, num_heads=8, num_kv_heads=4, head_size=4)
+  return target, tiny.drafter(target, "eagle")
+
+
+@pytest.fixture(scope="module")
+def decode(pair):
+  """mesh sizes -> tokens of two rows, one greedy and one drawn."""
+  patch = pytest.MonkeyPatch()
+  patch.setattr(engine, "SMALLEST_CAPACITY", 64)
+  patch.setattr(engine, "PREFILL_BUCKETS", (32,))
+  requests = [
+    Request([1, 2, 3], 16),
+    Request([4, 5], 16, Sampling(temperature=0.8, draft_noise=0.5), 7, 1),
+  ]
+
+  def run(sizes):
+    mesh = sizes and sharding.make_mesh(sizes)
+    m = loading.models(*pair, tree.chain(2), mesh=mesh)
+    with engines.fast_compiles():
+      results = engine.Engine(m, 2, 60, mesh).generate(requests)
+    return [r.token_ids for r in results]
+
+  yield run
+  patch.undo()
+
+
+@pytest.fixture(scope="module")
+def alone(decode):
+  return decode(None)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4)])
+def test_a_mesh_gives_the_tokens_of_one_device(decode, alone, sizes):
+  """8 ways cut 8 query heads but not the 4 kv heads; 4 ways cut both."""
+  assert decode(sizes) == alone
+
+
+def test_a_batch_must_divide_over_the_data_axis(pair):
+  mesh = sharding.make_mesh((2, 1, 4))
+  m = loading.models(*pair, tree.chain(2), mesh=mesh)
+  with pytest.raises(InputError, match="batch_size 3 does not divide"):
+    engine.Engine(m, 3, 60, mesh)
+
+
+# Training --------------------------------------------------------------------
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+
+
+class OnMesh:
+  """The first five steps of a tiny recipe, on a mesh."""
+
+  def __init__(self, sizes, devices, **changes):
+    base = pathlib.Path("unused")
+    self.c = tiny_run.config(base, "", batch_size=8, **changes)
+    self.mesh = sharding.make_mesh(sizes, devices)
+    target = tiny.target(num_layers=1)
+    d = tiny.drafter(target, "eagle")
+    self.n = step.Networks(Target(target.config), Drafter(d.config))
+    trained, rest = step.split(d.params, False)
+    head = d.params["lm_head"]["kernel"]
+    frozen = step.Frozen(target.params, rest, head, jnp.array(d.vocabulary))
+    self.frozen_places = step.frozen_shardings(frozen, self.n, self.mesh, quiet)
+    self.frozen = start.placed(frozen, self.frozen_places)
+    self.optimizer = step.make_optimizer(self.c, 20)
+    state = step.initial_state(self.c, self.optimizer, trained)
+    self.places = step.state_shardings(
+      state, self.optimizer, self.n, self.mesh, quiet
+    )
+    self.state = start.placed(state, self.places)
+
+  def batch(self, i: int) -> Batch:
+    docs = [test_losses.documents([20, 11], 10 * i + b) for b in range(8)]
+    packed = [test_losses.data.pack(d, 32) for d in docs]
+    fields = [
+      np.concatenate([getattr(p, f) for p in packed])
+      for f in ("tokens", "mask", "documents", "positions")
+    ]
+    place = sharding.batch(self.mesh, "train")
+    return Batch(*(jax.device_put(x, place) for x in fields), None, None)
+
+  def gradients(self):
+    made = jax.jit(step.make_gradients(self.c, self.n))
+    key = jax.random.wrap_key_data(self.state.key)
+    loss, _, grads = made(self.state.params, self.frozen, self.batch(0), key)
+    return float(loss), jax.device_get(grads)
+
+  def losses(self):
+    run = step.jit_train_step(
+      step.make_train_step(self.c, self.n, self.optimizer),
+      self.places,
+      self.frozen_places,
+      self.mesh,
+    )
+    state, found = self.state, []
+    for i in range(5):
+      state, report = run(state, self.frozen, self.batch(i))
+      found.append(float(report["loss"]))
+    return found
+
+
+SMALL = {"anchor_rows": 24, "row_length": 32}
+
+
+@pytest.fixture(scope="module")
+def one():
+  on = OnMesh((1, 1, 1), jax.devices()[:1], **SMALL)
+  return on.gradients(), on.losses()
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_mesh_trains_as_one_device(one, sizes):
+  (loss, grads), losses = one
+  # in parts and computed anew, where the parts still divide over the mesh
+  saving = (
+    {"accumulate": 2, "remat": True, "loss_chunk": 7}
+    if sizes[0] * sizes[1] <= 4
+    else {}
+  )
+  on = OnMesh(sizes, None, **SMALL, **saving)
+  got, theirs = on.gradients()
+  np.testing.assert_allclose(got, loss, rtol=1e-5)
+  for path, want in tensors.flatten(grads).items():
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(
+      tensors.flatten(theirs)[path] / scale,
+      want / scale,
+      atol=1e-5,
+      err_msg=path,
+    )
+  np.testing.assert_allclose(on.losses(), losses, rtol=1e-4)
+  moments = jax.tree.leaves(on.state.optimizer)
+  assert any(not a.sharding.is_fully_replicated for a in moments) == (
+    sizes != (8, 1, 1)
+  )
+
+
+# Loading ---------------------------------------------------------------------
+
+
+def test_weights_go_into_their_shards_without_a_whole_copy(tmp_path):
+  """Host memory beyond the arrays themselves stays below the largest tensor."""
+  D, F, V = 1024, 4096, 65536
+  config = tiny.target_config(
+    vocab_size=V, hidden_size=D, mlp_size=F, num_layers=4, head_size=64
+  )
+  rng = np.random.default_rng(0)
+  make = lambda *s: rng.integers(-99, 99, s, np.int8).astype(np.float16)
+  file = tmp_path / "model.safetensors"
+  # the largest comes last, when all others are on the devices
+  shapes = {"z": (V, D)} | {f"up{i}": (F, D) for i in range(16)}
+  save_file({n: make(*s) for n, s in shapes.items()}, file)
+  mesh = sharding.make_mesh((1, 2, 4))
+  axes = sharding.table(config, mesh, "train", quiet)
+  places = {
+    n: jax.NamedSharding(
+      mesh,
+      jax.P(axes["vocab"], axes["embed"])
+      if n == "z"
+      else jax.P(axes["embed"], axes["mlp"]),
+    )
+    for n in shapes
+  }
+  largest = 2 * V * D
+  total = sum(2 * a * b for a, b in shapes.values())
+  peak, done = [0], threading.Event()
+
+  def resident() -> int:
+    """Bytes of this process that are no file's."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    line = next(x for x in status.splitlines() if x.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+  def watch():
+    while not done.is_set():
+      peak[0] = max(peak[0], resident())
+      time.sleep(0.002)
+
+  before = resident()
+  watcher = threading.Thread(target=watch)
+  watcher.start()
+  made = {}
+  for name, tensor in tensors.stored([file]):
+    tensor = tensor if name == "z" else tensor.T
+    made[name] = tensors.place(tensor, "float16", places[name])
+    made[name].block_until_ready()
+  done.set()
+  watcher.join()
+  assert peak[0] - before < total + largest + tensors.BLOCK
+  assert made["up3"].addressable_shards[0].data.shape == (D // 2, F // 4)
+  want = {
+    n: t.read((slice(0, 9),) * 2, np.float16) for n, t in tensors.stored([file])
+  }
+  for name in ("z", "up3"):
+    part = want[name] if name == "z" else want[name].T
+    np.testing.assert_array_equal(np.asarray(made[name][:9, :9]), part)
+
+
+def test_a_model_read_into_shards_is_the_model(tmp_path):
+  tiny_run.write(tmp_path)
+  folder = str(tmp_path / "target")
+  whole = loading.load_target(folder, "float32", print)
+  mesh = sharding.make_mesh((1, 2, 4))
+  cut = loading.load_target(folder, "float32", quiet, mesh, "train")
+  jax.tree.map(np.testing.assert_array_equal, cut.params, whole.params)
+  places = sharding.parameters(whole.params, whole.config, mesh, "train", quiet)
+  same = jax.tree.map(
+    lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), cut.params, places
+  )
+  assert all(jax.tree.leaves(same))
+  assert dataclasses.asdict(cut.config) == dataclasses.asdict(whole.config)
