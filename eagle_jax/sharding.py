@@ -64,7 +64,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"norm/scale", ("norm",)),
   # a drafter's own
   (r"hidden_norm/scale", ("norm",)),
-  (r"fc_norm_\d/scale", ("norm",)),
+  (r"fc_norm_\d+/scale", ("norm",)),
   (r"input_norm/scale", ("norm",)),
   (r"fc/kernel", ("fused", "embed")),
   (r"fc/bias", ("norm",)),

@@ -521,6 +521,19 @@ def test_experts_are_stacked_and_all_there(tmp_path):
   assert config == target.config
   same(params, target.params)
 
+  # the experts of one matrix in two files, of which one is read at a time
+  sharded = write(tmp_path / "sharded", weights, raw)
+  (sharded / "model.safetensors").unlink()
+  names = sorted(weights)
+  index = {}
+  for file, part in (("a", names[::2]), ("b", names[1::2])):
+    index |= dict.fromkeys(part, f"{file}.safetensors")
+    save_file({n: weights[n] for n in part}, sharded / f"{file}.safetensors")
+  (sharded / "model.safetensors.index.json").write_text(
+    json.dumps({"weight_map": index})
+  )
+  same(hf_target.load(sharded, "float32")[1], target.params)
+
   experts = block + "experts."
   del weights[experts + "1.w2.weight"]
   weights[experts + "3.w1.weight"] = weights[experts + "0.w1.weight"]

@@ -16,8 +16,8 @@ import safetensors
 
 from eagle_jax.errors import InputError
 
-BLOCK = 64 * 2**20  # bytes read at a time
 SHOWN = 40  # mismatches in one message: all of a drafter's, not of a target's
+BLOCK = 64 * 2**20  # bytes read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """A tensor in memory, for files of which no part can be read."""
+  """A tensor in memory, read like a `Stored` one."""
 
   array: np.ndarray
 
@@ -196,10 +196,10 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
-  """Tensors of one shape on a new leading axis (experts)."""
+class Stack:
+  """Tensors of one shape on a new leading axis (experts), none read yet."""
 
-  parts: list[Stored | Held]
+  parts: tuple["Stored | Held", ...]
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -207,22 +207,20 @@ class Stacked:
 
   @property
   def ndim(self) -> int:
-    return 1 + self.parts[0].ndim
+    return len(self.shape)
 
   def read(self, index: tuple[slice, ...], dtype) -> np.ndarray:
     return np.stack([p.read(index[1:], dtype) for p in self.parts[index[0]]])
 
 
-Tensor = Stored | Held | Stacked
-
-
 def stored(
   files: Iterable[pathlib.Path],
 ) -> Iterable[tuple[str, Stored | Held]]:
-  """(name, tensor) of each tensor; of safetensors unread."""
+  """(name, tensor) of each tensor, unread; a pickle is read whole."""
   for file in files:
     if file.suffix == ".bin":
-      yield from ((name, Held(array)) for name, array in _pickled(file))
+      for name, array in _pickled(file):
+        yield name, Held(array)
       continue
     with _readable(file):
       opened = safetensors.safe_open(file, framework="numpy")
@@ -232,7 +230,9 @@ def stored(
 
 
 def place(
-  tensor: Tensor, dtype: str, sharding: jax.sharding.Sharding | None
+  tensor: Stored | Held | Stack,
+  dtype: str,
+  sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
   """The tensor on its devices; each shard is read from the file by itself.
 
@@ -259,7 +259,7 @@ def load(
   rules: list[Rule],
   shapes: dict[str, tuple[int, ...]],
   ignored: str,
-  put: Callable[[str, np.ndarray | Tensor], object],
+  put: Callable[[str, np.ndarray | Stored | Held | Stack], object],
   where: str,
   reasons: dict[str, str],
 ) -> dict:
@@ -314,7 +314,7 @@ def load(
     else:
       stack[number] = array
       if len(stack) == shapes[path][0]:
-        whole = Stacked([stack[i] for i in range(len(stack))])
+        whole = Stack(tuple(stack.pop(i) for i in range(len(stack))))
         flat[path] = put(path, whole)
   for path in shapes:
     if path not in flat:
