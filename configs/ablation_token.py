@@ -7,8 +7,10 @@ It never sees the target's state: an independent draft model of the same size.
       --config.heldout="('heldout.jsonl',)"
 
 Data, steps, vocabulary, start and losses as in smollm2_eagle3.py; the four
-ablation_*.py differ in `inputs` alone. An hour each on 2 CPU cores; with the
-features that an earlier run kept in runs/features, less.
+ablation_*.py differ in `inputs` alone.
+
+Hardware: 2 CPU cores, an hour each; with the features that an earlier run kept
+in runs/features, less.
 """
 
 from configs import smollm2_eagle3
