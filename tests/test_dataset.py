@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -264,3 +265,25 @@ def test_the_tool(file, tokenizer, tmp_path):
     "1 documents longer than 40 tokens: split into 2 windows" in done.stdout
   )
   assert "rows of 40 tokens: padding" in lines[-1]
+
+
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    ({"data": []}, ["--data is needed"]),
+    ({"row_length": 2}, ["row_length 2"]),
+    ({}, ["has no chat template"]),
+  ],
+)
+def test_what_the_tool_refuses(tokenizer, tmp_path, flags, words):
+  tokenizer.save_pretrained(tmp_path)
+  for file in tmp_path.glob("*.jinja"):
+    file.unlink()
+  given = {"data": ["x"], "row_length": 8, "target": str(tmp_path)}
+  with refused(*words):
+    dataset._run(types.SimpleNamespace(**given | flags))
+
+
+def test_a_slow_tokenizer_is_refused(file, tmp_path):
+  with refused("not a fast one"):
+    dataset.prepare([file], types.SimpleNamespace(is_fast=False), tmp_path, 0)

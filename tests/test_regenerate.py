@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import engines
 import folders
@@ -215,3 +216,36 @@ def test_temperatures():
   assert drawn == [OPTIONS.sampling(line).temperature for line in range(400)]
   assert 60 < drawn.count(0.0) < 140
   assert 150 < drawn.count(1.5) < 250
+
+
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    ({"out": None}, ["--data and --out are needed"]),
+    ({"seed": -1}, ["seed -1"]),
+    ({"max_new_tokens": 0}, ["max_new_tokens 0"]),
+    ({"top_p": 0.0}, ["top_p 0.0"]),
+    ({}, ["has no chat template"]),
+  ],
+)
+def test_what_the_tool_refuses(target, monkeypatch, flags, words):
+  bare = dataclasses.replace(target, tokenizer=None)
+  monkeypatch.setattr(loading, "load_target", lambda *_: bare)
+  folders.share_programs(monkeypatch)
+  given = {"data": "x", "out": "y", "seed": 0, "max_new_tokens": 5}
+  given |= {"temperatures": "0", "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+  given |= {"dtype": None, "target": "tiny"}
+  with refused(*words):
+    regenerate._run(types.SimpleNamespace(**given | flags))
+
+
+def test_a_later_turn_that_does_not_fit_ends_the_chat(engine, target, tmp_path):
+  data = tmp_path / "data.jsonl"
+  # the answer of the first one ends by itself
+  rows = [{"turns": [f"question {i}", "x" * 150]} for i in range(6)]
+  data.write_text("\n".join(map(json.dumps, rows)))
+  figures = run(engine, target, data, tmp_path / "out.jsonl")
+  assert (figures["rows"], figures["dropped"]) == (6, 0)
+  found = read(tmp_path / "out.jsonl").values()
+  assert all(len(r["messages"]) == 2 for r in found)
+  assert "stop" in {r["finish_reason"] for r in found}
