@@ -55,7 +55,7 @@ def run(folder, target, to, out, norm_output=None):
   return out
 
 
-def same(a: drafters.Stored, b: drafters.Stored):
+def same(a: drafters.StoredDrafter, b: drafters.StoredDrafter):
   assert a.config == b.config
   assert a.weights.keys() == b.weights.keys()
   for path, array in a.weights.items():

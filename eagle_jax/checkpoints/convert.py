@@ -27,14 +27,14 @@ from absl import flags
 
 from eagle_jax import loading, script
 from eagle_jax.checkpoints import drafter_configs, drafters
-from eagle_jax.checkpoints.drafters import Stored
+from eagle_jax.checkpoints.drafters import StoredDrafter
 from eagle_jax.config import DrafterConfig
 from eagle_jax.errors import InputError
 
 LAYOUTS = ("original", "vllm", "sglang", "speculators", "eagle_jax")
 
 
-def lacks(stored: Stored, num_layers: int, to: str) -> list[str]:
+def lacks(stored: StoredDrafter, num_layers: int, to: str) -> list[str]:
   """What a drafter has that a layout has no place for."""
   if to == "eagle_jax":
     return []
@@ -145,7 +145,7 @@ def _speculators_config(
   }
 
 
-def _with_head(stored: Stored, target: str, say) -> Stored:
+def _with_head(stored: StoredDrafter, target: str, say) -> StoredDrafter:
   """A drafter that scores with the target's rows gets them as its own."""
   if stored.config.kind == "eagle" or "lm_head/kernel" in stored.weights:
     return stored
@@ -153,7 +153,7 @@ def _with_head(stored: Stored, target: str, say) -> Stored:
   rows = drafters.target_rows(loaded.config, loaded.params, stored.vocabulary)
   dtype = stored.weights["fc/kernel"].dtype
   head = np.asarray(jnp.asarray(rows["kernel"]).astype(dtype))
-  return Stored(
+  return StoredDrafter(
     stored.config,
     stored.weights | {"lm_head/kernel": head},
     stored.vocabulary,
@@ -169,7 +169,7 @@ def convert(
   norm_output: bool | None,
   speculative_tokens: int,
   say,
-) -> Stored:
+) -> StoredDrafter:
   """Write a drafter in another layout; returns what was written.
 
   Args:

@@ -70,7 +70,7 @@ _REASONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredDrafter:
   """What a drafter folder holds, whatever its layout.
 
   weights: our path -> array in our layout, as precise as in the file; the
@@ -115,7 +115,7 @@ def parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def read(
   folder: pathlib.Path, target: TargetConfig, norm_output: bool | None = None
-) -> Stored:
+) -> StoredDrafter:
   """Read a drafter folder strictly; every mismatch is in one message.
 
   Args:
@@ -157,7 +157,7 @@ def read(
     where,
     _REASONS if config.kind == "eagle" else {},
   )
-  return Stored(
+  return StoredDrafter(
     config, tensors.flatten(loaded), vocabulary, raw.get("eagle_jax", {})
   )
 
