@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -120,24 +119,35 @@ def read_corpus(c: TrainConfig, target: LoadedTarget, say) -> Corpus:
   vocabulary = data.draft_vocabulary(documents, min(c.draft_vocab_size, V), V)
   # Packing sorts by length: evaluate on rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
-  _check_rows(packed, np.arange(min(len(packed), 256)), 1, "data")
-  _check_rows(held, rows, c.unroll_steps, "heldout")
+  _check_rows(packed, c.unroll_steps, "data")
+  evaluated = Packed(*(getattr(held, f)[rows] for f in batches.FIELDS))
+  _check_rows(evaluated, c.unroll_steps, "heldout")
   return Corpus(packed, held, vocabulary, rows)
 
 
-def _check_rows(
-  packed: Packed, rows: np.ndarray, unroll_steps: int, name: str
-) -> None:
+def longest_answer(packed: Packed) -> int:
+  """Most supervised tokens in a row, the first of a document left out.
+
+  Step i counts a row t whose tokens t+1 .. t+2+i are supervised and, with t,
+  of one document:
+
+    positions  0 1 2 3 4 0 1      mask  0 0 1 1 1 1 1      3
+  """
+  longest, run = 0, np.zeros(len(packed), np.int32)
+  for mask, positions in zip(packed.mask.T, packed.positions.T, strict=True):
+    run = np.where(mask & (positions > 0), run + 1, 0)
+    longest = max(longest, int(run.max()))
+  return longest
+
+
+def _check_rows(packed: Packed, unroll_steps: int, name: str) -> None:
   """Refuses rows of which the last unrolled step would count none."""
-  parts = batches.take(packed, rows)
-  batch = losses.Batch(
-    *(jnp.asarray(parts[f]) for f in batches.FIELDS), None, None
-  )
-  if not losses.counted(batch, unroll_steps - 1).any():
+  found = longest_answer(packed)
+  if found < unroll_steps + 1:
     raise InputError(
-      f"{name}: no answer has {unroll_steps + 1} tokens in a row, so that step"
-      f" {unroll_steps} would have nothing to count: give longer answers or a"
-      " longer row_length"
+      f"{name}: no answer has {unroll_steps + 1} tokens in a row (the longest:"
+      f" {found}), so that step {unroll_steps} would have nothing to count: give"
+      " longer answers or a longer row_length"
     )
 
 
@@ -383,6 +393,7 @@ def facts(run: Run, state: TrainState) -> dict:
     "steps": run.total,
     "rows": len(run.corpus.packed),
     "heldout_rows": len(run.corpus.held),
+    "target_family": run.target.config.family,
     "target_parameters": count(run.target.params),
     "trained_parameters": count(state.params),
     "tokenizer": fingerprint(run.target.tokenizer),
