@@ -146,8 +146,8 @@ def _check_rows(packed: Packed, unroll_steps: int, name: str) -> None:
   if found < unroll_steps + 1:
     raise InputError(
       f"{name}: no answer has {unroll_steps + 1} tokens in a row (the longest:"
-      f" {found}), so that step {unroll_steps} would have nothing to count: give"
-      " longer answers or a longer row_length"
+      f" {found}), so that step {unroll_steps} would have nothing to count:"
+      " give longer answers or a longer row_length"
     )
 
 
