@@ -8,6 +8,7 @@ its own (Orbax lets each process write its shards).
 """
 
 import dataclasses
+import functools
 import pathlib
 import shutil
 import signal
@@ -477,27 +478,31 @@ def _steps(
     if pending:
       record()
     pending = (step, report)
-    last = step == run.total
-    stopped = stop.reached(step)
-    due = lambda every: every and (step % every == 0 or last)  # noqa: B023
-    if not (stopped or due(c.eval_every) or due(c.save_every)) and not (
-      decoder and due(c.decode_every)
-    ):
+    # A host that is taken away leaves time for a save, not for figures.
+    stopped = stop.reached(step) and step < run.total
+    due = functools.partial(_due, step, run.total)
+    evaluates = due(c.eval_every) and not stopped
+    decodes = decoder and due(c.decode_every) and not stopped
+    keeps = evaluates or due(c.save_every) or stopped
+    if not (keeps or decodes):
       continue
     record()
     pending = None
-    tau = None
-    if due(c.eval_every):
-      tau = _evaluated(run, progress, step, journal)
-    if decoder and due(c.decode_every):
+    tau = _evaluated(run, progress, step, journal) if evaluates else None
+    if decodes:
       journal.write(step, "decode", decoder(progress.state))
-    if stopped or due(c.eval_every) or due(c.save_every):
+    if keeps:
       saves.save(step, progress.state, rows.get_state(), progress.best_tau, tau)
     if stopped:
       raise Stopped(
         f"stopped by SIGTERM and saved at step {step} of {run.total}"
       )
     journal.restart(step)
+
+
+def _due(step: int, total: int, every: int) -> bool:
+  """Each `every` steps and at the end; 0 = never."""
+  return every > 0 and (step % every == 0 or step == total)
 
 
 def _evaluated(
