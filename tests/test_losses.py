@@ -232,11 +232,11 @@ def test_losses_of_all_rows_as_anchors_are_the_plain_losses():
 
 def test_chunks_and_recomputation_change_no_value():
   """Also where the rows do not fill the last chunk."""
-  target = tiny.target()
-  drafter = tiny.drafter(target)
+  target = tiny.target(num_layers=1)
+  drafter = tiny.drafter(target, "eagle")
   batch = batch_of(target, drafter, pack(documents([17, 9]), 30))
-  grad = lambda recipe: jax.value_and_grad(
-    lambda p: losses_of(drafter, p, batch, recipe)[0]
+  grad = lambda recipe: jax.jit(
+    jax.value_and_grad(lambda p: losses_of(drafter, p, batch, recipe)[0])
   )(drafter.params)
   loss, grads = grad(recipe(2))
   chunked, others = grad(recipe(2, chunk=7, remat=True))

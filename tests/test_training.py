@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 
+import engines
 import jax
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.speculation import engine, tree
 from eagle_jax.speculation.requests import Request
 from eagle_jax.training import config as configs
-from eagle_jax.training import loop, start, watch
+from eagle_jax.training import data, loop, start, watch
 from eagle_jax.training.config import TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,7 +42,8 @@ def base(tmp_path_factory, program_cache):
 def run(base):
   """A finished run with real decoding; its folder."""
   c = tiny_run.config(base, "run", decode_every=20, decode_tokens=8)
-  loop.train(c, quiet)
+  with engines.fast_compiles():
+    loop.train(c, quiet)
   return base / "run"
 
 
@@ -60,8 +62,9 @@ def test_export_decodes_losslessly(base, run):
   decode = lambda m: engine.Engine(m, 1, None).generate(
     [Request([1, 2, 3], 40)]
   )[0]
-  plain = decode(loading.models(target, None, tree.plain()))
-  eagle = decode(loading.models(target, drafter, tree.chain(2)))
+  with engines.fast_compiles():
+    plain = decode(loading.models(target, None, tree.plain()))
+    eagle = decode(loading.models(target, drafter, tree.chain(2)))
   assert eagle.token_ids == plain.token_ids
 
 
@@ -102,10 +105,17 @@ def test_figures_are_logged(run):
     assert tag in written
 
 
-def test_the_last_and_the_best_checkpoints_are_kept(run):
-  kept = {int(p.name) for p in (run / "checkpoints").iterdir()}
-  best = max(tiny_run.rows(run, "heldout"), key=lambda r: r["tau"])
-  assert kept == {15, 20, best["step"]}
+def test_the_last_and_the_best_checkpoints_are_kept(tmp_path):
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  shape = jax.ShapeDtypeStruct((2,), np.float32, sharding=place)
+  state = lambda i: {"x": jax.numpy.full(2, float(i))}
+  with loop.Saves(tmp_path, 2, {}) as saves:
+    for i, tau in enumerate((1.5, 1.9, None, 1.7, None, None), 1):
+      saves.save(i, state(i), {"step": i}, 1.9, tau)
+  assert {int(p.name) for p in tmp_path.iterdir()} == {2, 5, 6}
+  with loop.Saves(tmp_path, 2, {}) as saves:
+    got, position, best = saves.restore({"x": shape})
+  assert (float(got["x"][0]), position, best) == (6.0, {"step": 6}, 1.9)
 
 
 # Stop and resume --------------------------------------------------------------
@@ -159,6 +169,13 @@ def test_another_tokenizer_does_not_resume(run):
     saves.restore(None)
 
 
+def test_the_longest_answer_is_found():
+  rows = np.array([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 0, 0]])
+  mask = np.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0]], bool)
+  packed = data.Packed(rows, mask, rows, rows)
+  assert loop.longest_answer(packed) == 3
+
+
 # Refusals ---------------------------------------------------------------------
 
 
@@ -179,7 +196,7 @@ def test_another_tokenizer_does_not_resume(run):
     ({"features": "disk"}, "features 'disk' is unknown"),
     ({"init": "zeros"}, "init is not last_layer or random, and drafter"),
     ({"anchor_rows": 65}, "anchor_rows 65 must be 0 (all) to row_length"),
-    ({"unroll_steps": 60}, "heldout: no answer has 61 tokens in a row"),
+    ({"unroll_steps": 60}, "data: no answer has 61 tokens in a row"),
     ({"decode_every": 1, "draft_vocab_size": 2}, "draft_vocab_size of 3"),
     ({"taps": (9,), "kind": "eagle3"}, "reach past the target's 1 layers"),
   ],

@@ -8,6 +8,7 @@ its own (Orbax lets each process write its shards).
 """
 
 import dataclasses
+import functools
 import pathlib
 import shutil
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Callable
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -141,24 +141,39 @@ def read_corpus(
   vocabulary = data.draft_vocabulary(counts, min(c.draft_vocab_size, V))
   # Packing sorts by length: evaluate on rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
-  _check_rows(packed, np.arange(min(len(packed), 256)), 1, "data")
-  _check_rows(held, rows, c.unroll_steps, "heldout")
+  # A large corpus is not read twice: its first rows hold the longest chats.
+  first = packed.take(np.arange(min(len(packed), 256)))
+  _check_rows(first, c.unroll_steps, "data")
+  _check_rows(held.take(rows), c.unroll_steps, "heldout")
   return Corpus(packed, held, counts, vocabulary, rows)
 
 
+def longest_answer(rows: dict[str, np.ndarray]) -> int:
+  """Most supervised tokens in a row, the first of a document left out.
+
+  Step i counts a row t whose tokens t+1 .. t+2+i are supervised and, with t,
+  of one document:
+
+    positions  0 1 2 3 4 0 1      mask  0 0 1 1 1 1 1      3
+  """
+  longest, run = 0, np.zeros(len(rows["row"]), np.int32)
+  columns = zip(rows["mask"].T, rows["positions"].T, strict=True)
+  for mask, positions in columns:
+    run = np.where(mask & (positions > 0), run + 1, 0)
+    longest = max(longest, int(run.max()))
+  return longest
+
+
 def _check_rows(
-  packed: Packed, rows: np.ndarray, unroll_steps: int, name: str
+  rows: dict[str, np.ndarray], unroll_steps: int, name: str
 ) -> None:
   """Refuses rows of which the last unrolled step would count none."""
-  parts = packed.take(rows)
-  batch = losses.Batch(
-    *(jnp.asarray(parts[f]) for f in batches.FIELDS), None, None
-  )
-  if not losses.counted(batch, unroll_steps - 1).any():
+  found = longest_answer(rows)
+  if found < unroll_steps + 1:
     raise InputError(
-      f"{name}: no answer has {unroll_steps + 1} tokens in a row, so that step"
-      f" {unroll_steps} would have nothing to count: give longer answers or a"
-      " longer row_length"
+      f"{name}: no answer has {unroll_steps + 1} tokens in a row (the longest:"
+      f" {found}), so that step {unroll_steps} would have nothing to count:"
+      " give longer answers or a longer row_length"
     )
 
 
@@ -403,6 +418,7 @@ def facts(run: Run, state: TrainState) -> dict:
     "steps": run.total,
     "rows": len(run.corpus.packed),
     "heldout_rows": len(run.corpus.held),
+    "target_family": run.target.config.family,
     "target_parameters": count(run.target.params),
     "trained_parameters": count(state.params),
     "tokenizer": fingerprint(run.target.tokenizer),
@@ -486,27 +502,31 @@ def _steps(
     if pending:
       record()
     pending = (step, report)
-    last = step == run.total
-    stopped = stop.reached(step)
-    due = lambda every: every and (step % every == 0 or last)  # noqa: B023
-    if not (stopped or due(c.eval_every) or due(c.save_every)) and not (
-      decoder and due(c.decode_every)
-    ):
+    # A host that is taken away leaves time for a save, not for figures.
+    stopped = stop.reached(step) and step < run.total
+    due = functools.partial(_due, step, run.total)
+    evaluates = due(c.eval_every) and not stopped
+    decodes = decoder and due(c.decode_every) and not stopped
+    keeps = evaluates or due(c.save_every) or stopped
+    if not (keeps or decodes):
       continue
     record()
     pending = None
-    tau = None
-    if due(c.eval_every):
-      tau = _evaluated(run, progress, step, journal)
-    if decoder and due(c.decode_every):
+    tau = _evaluated(run, progress, step, journal) if evaluates else None
+    if decodes:
       journal.write(step, "decode", decoder(progress.state))
-    if stopped or due(c.eval_every) or due(c.save_every):
+    if keeps:
       saves.save(step, progress.state, rows.get_state(), progress.best_tau, tau)
     if stopped:
       raise Stopped(
         f"stopped by SIGTERM and saved at step {step} of {run.total}"
       )
     journal.restart(step)
+
+
+def _due(step: int, total: int, every: int) -> bool:
+  """Each `every` steps and at the end; 0 = never."""
+  return every > 0 and (step % every == 0 or step == total)
 
 
 def _evaluated(
