@@ -63,7 +63,9 @@ def verbs(calls: list[str]) -> list[str]:
   return [v for v in found if not v.endswith("describe")]
 
 
-NEW = {"queued-resources-describe": ["exit1", "WAITING_FOR_RESOURCES", "ACTIVE"]}
+NEW = {
+  "queued-resources-describe": ["exit1", "WAITING_FOR_RESOURCES", "ACTIVE"]
+}
 
 
 def test_setup_creates_waits_and_installs(slice_):
@@ -133,7 +135,11 @@ def test_run_goes_on_after_a_preemption(slice_):
   assert command.startswith("cd eagle_jax && ../venv/bin/python train.py ")
   # what the worker's shell makes of it
   words = subprocess.run(
-    ["bash", "-c", command.replace("cd eagle_jax && ../venv/bin/python", "printf '%s\\n'")],
+    [
+      "bash",
+      "-c",
+      command.replace("cd eagle_jax && ../venv/bin/python", "printf '%s\\n'"),
+    ],
     capture_output=True,
     text=True,
   ).stdout.splitlines()

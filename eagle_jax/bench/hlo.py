@@ -157,9 +157,7 @@ class Module:
   def aliases(self) -> dict[int, int]:
     """Output number -> the donated parameter whose memory it takes."""
     block = re.search(r"input_output_alias=\{(.*?)\}, [a-z_]+=", self.header)
-    pairs = re.findall(
-      r"\{(\d*)\}: \((\d+)", block.group(1) if block else ""
-    )
+    pairs = re.findall(r"\{(\d*)\}: \((\d+)", block.group(1) if block else "")
     return {int(out or 0): int(parameter) for out, parameter in pairs}
 
 
@@ -304,9 +302,7 @@ class Reader:
   def _length(self, computation: str) -> int:
     """Instructions, those of called computations included."""
     inside = self.module.computations[computation].values()
-    return len(inside) + sum(
-      self._length(c) for i in inside for c in i.called
-    )
+    return len(inside) + sum(self._length(c) for i in inside for c in i.called)
 
   def _trip_count(self, loop: Instruction, inside: Computation) -> float:
     """Given, or the constant that a counted loop's condition compares to."""
@@ -408,9 +404,7 @@ class Reader:
       for number, operand in enumerate(operands):
         whole = [a for a in arrays(operand.shape) if a.in_main_memory]
         if whole:
-          total += min(
-            self._used(body, number, whole[0].dtype), whole[0].bytes
-          )
+          total += min(self._used(body, number, whole[0].dtype), whole[0].bytes)
       return total
     reads = [a for o in operands for a in arrays(o.shape)]
     return sum(a.bytes for a in (*reads, *written) if a.in_main_memory)
@@ -464,9 +458,7 @@ class Reader:
         x = body[x.operands[0]]
       if x.opcode == "fusion":
         inner = self.module.computations[x.called[0]]
-        total += self._written(
-          inner, dataclasses.replace(x, shape=_text(out))
-        )
+        total += self._written(inner, dataclasses.replace(x, shape=_text(out)))
         continue
       if not out.in_main_memory:
         continue
@@ -519,9 +511,13 @@ def _convolution_flops(
     r"dim_labels=(\w+)_(\w+)->(\w+)", attributes
   ).groups()
   window = re.search(r"window=\{([^}]*)\}", attributes)
-  fields = dict(re.findall(r"(\w+)=([\w-]+)", window.group(1) if window else ""))
+  fields = dict(
+    re.findall(r"(\w+)=([\w-]+)", window.group(1) if window else "")
+  )
   numbers = lambda name, n, missing: (
-    [int(x) for x in fields[name].split("x")] if name in fields else [missing] * n
+    [int(x) for x in fields[name].split("x")]
+    if name in fields
+    else [missing] * n
   )
   spatial = sorted(c for c in result if c.isdigit())
   n = len(spatial)
@@ -529,7 +525,9 @@ def _convolution_flops(
   left_steps = numbers("lhs_dilate", n, 1)
   right_steps = numbers("rhs_dilate", n, 1)
   pads = [
-    int(x.split("_")[0]) for x in fields.get("pad", "x".join(["0_0"] * n)).split("x") if x
+    int(x.split("_")[0])
+    for x in fields.get("pad", "x".join(["0_0"] * n)).split("x")
+    if x
   ]
   total = 2.0 * kernel.sizes[rhs.index("i")]
   total *= out.sizes[result.index("b")] * out.sizes[result.index("f")]

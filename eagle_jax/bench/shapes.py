@@ -35,16 +35,16 @@ def _llama(**sizes) -> TargetConfig:
   )
 
 
-def _shapes(name: str, target: TargetConfig, drafts: dict[str, Draft]) -> Shapes:
+def _shapes(
+  name: str, target: TargetConfig, drafts: dict[str, Draft]
+) -> Shapes:
   return Shapes(name, target, drafts, batch=1, capacity=2048, train=None)
 
 
 def llama31_8b() -> Shapes:
   """EAGLE-2: EAGLE-1's head over the full vocabulary, M=60, L=6. EAGLE-3: a
   head of 32,000 rows; the paper keeps M and raises L to 8."""
-  target = _llama(
-    num_layers=32, hidden_size=4096, mlp_size=14336, num_heads=32
-  )
+  target = _llama(num_layers=32, hidden_size=4096, mlp_size=14336, num_heads=32)
   full = drafter_config(target, "eagle", target.vocab_size)
   reduced = drafter_config(target, "eagle3", 32000)
   return _shapes(
@@ -58,9 +58,7 @@ def llama31_8b() -> Shapes:
 
 
 def llama33_70b() -> Shapes:
-  target = _llama(
-    num_layers=80, hidden_size=8192, mlp_size=28672, num_heads=64
-  )
+  target = _llama(num_layers=80, hidden_size=8192, mlp_size=28672, num_heads=64)
   reduced = drafter_config(target, "eagle3", 32000)
   return _shapes(
     "Llama-3.3-70B",

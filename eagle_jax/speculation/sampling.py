@@ -19,6 +19,7 @@ from jax import Array
 _WIDE = 16384  # columns from which two short sorts beat one long one
 _GROUP = 128  # columns a group: the lanes of a TPU's vector
 
+
 @struct.dataclass
 class SamplingParams:
   """One value a row, all traced: changing them compiles nothing.
