@@ -130,7 +130,7 @@ def test_bytes_and_products_counted_by_hand(made, program):
 
 
 def test_tells_and_tabulates(made):
-  told, found, table, call = made
+  told, _, table, call = made
   assert "tiny, plain, v5e:1x1: fits, 0.0" in told
   assert "caches in place" in told
   (row,) = [x for x in table.splitlines() if "eagle2" in x]
@@ -184,7 +184,8 @@ def test_refusals(script, args, words, capsys, monkeypatch):
   monkeypatch.setattr(lowering, "described", lambda topology: [None])
   fields = {"--config": "configs/llama31_8b.py", "--topology": "v6e:1x1"}
   fields |= dict([args])
-  assert folders.call(script, *sum(map(list, fields.items()), [])) == 2
+  given = [word for pair in fields.items() for word in pair]
+  assert folders.call(script, *given) == 2
   said = capsys.readouterr().err
   assert words in said
   assert len(said.splitlines()) == 1

@@ -26,12 +26,12 @@ os.environ.update(
 )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from absl import app, flags  # noqa: E402
+from absl import app, flags
 
-from eagle_jax.bench import forecast, shapes  # noqa: E402
-from eagle_jax.bench.lowering import Shapes  # noqa: E402
-from eagle_jax.errors import InputError  # noqa: E402
-from eagle_jax.training.config import TrainConfig  # noqa: E402
+from eagle_jax.bench import forecast, shapes
+from eagle_jax.bench.lowering import Shapes
+from eagle_jax.errors import InputError
+from eagle_jax.training.config import TrainConfig
 
 F = flags.FLAGS
 flags.DEFINE_list("config", None, "configs/*.py files.")

@@ -185,7 +185,7 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     x: float32[..., W], finite.
   """
   W = x.shape[-1]
-  if W <= max(_WIDE, _GROUP * k):
+  if max(_WIDE, _GROUP * k) >= W:
     return jax.lax.top_k(x, k)
   parts = math.gcd(W, 16)
   part = W // parts
