@@ -1,5 +1,7 @@
 """What is read from compiled programs, against programs counted by hand."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,77 +10,9 @@ from eagle_jax.bench import hlo, roofline
 
 # Four trips of a loop: a table row looked up, a product with a weight that is
 # prefetched on chip, a cache row written in place. Around it a choice.
-TEXT = """HloModule m, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias) }, entry_computation_layout={()->()}
-
-%write (p0: bf16[1,8,256,128], p1: bf16[1,8,4,128], p2: s32[]) -> bf16[1,8,256,128] {
-  %p0 = bf16[1,8,256,128]{3,2,1,0:T(8,128)} parameter(0)
-  %p1 = bf16[1,8,4,128]{3,2,1,0:T(4,128)} parameter(1)
-  %p2 = s32[] parameter(2)
-  %z = s32[] constant(0)
-  ROOT %dus = bf16[1,8,256,128]{3,2,1,0:T(8,128)} dynamic-update-slice(%p0, %p1, %z, %z, %p2, %z)
-}
-
-%sum (l: bf16[], r: bf16[]) -> bf16[] {
-  %l = bf16[] parameter(0)
-  %r = bf16[] parameter(1)
-  ROOT %s = bf16[] add(%l, %r)
-}
-
-%product (a: bf16[8,128], b: bf16[128,256]) -> bf16[8,256] {
-  %a = bf16[8,128]{1,0:T(8,128)S(1)} parameter(0)
-  %b = bf16[128,256]{1,0:T(8,128)S(1)} parameter(1)
-  ROOT %conv = bf16[8,256]{1,0:T(8,128)S(1)} convolution(%a, %b), dim_labels=bf_io->bf
-}
-
-%lookup (t: bf16[1000,128], i: s32[8]) -> bf16[8,128] {
-  %t = bf16[1000,128]{1,0:T(8,128)} parameter(0)
-  %i = s32[8]{0:T(128)} parameter(1)
-  ROOT %g = bf16[8,128]{1,0:T(8,128)S(1)} gather(%t, %i), offset_dims={1}
-}
-
-%condition (c: (s32[], bf16[1,8,256,128])) -> pred[] {
-  %c = (s32[], bf16[1,8,256,128]{3,2,1,0:T(8,128)}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  %four = s32[] constant(4)
-  ROOT %less = pred[] compare(%n, %four), direction=LT
-}
-
-%body (c: (s32[], bf16[1,8,256,128])) -> (s32[], bf16[1,8,256,128]) {
-  %c = (s32[], bf16[1,8,256,128]{3,2,1,0:T(8,128)}, bf16[1000,128]{1,0:T(8,128)}, bf16[128,256]{1,0:T(8,128)}, s32[8]{0:T(128)S(1)}, bf16[1,8,4,128]{3,2,1,0:T(4,128)S(1)}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  %cache = bf16[1,8,256,128]{3,2,1,0:T(8,128)} get-tuple-element(%c), index=1
-  %table = bf16[1000,128]{1,0:T(8,128)} get-tuple-element(%c), index=2
-  %w = bf16[128,256]{1,0:T(8,128)} get-tuple-element(%c), index=3
-  %ids = s32[8]{0:T(128)S(1)} get-tuple-element(%c), index=4
-  %new = bf16[1,8,4,128]{3,2,1,0:T(4,128)S(1)} get-tuple-element(%c), index=5
-  %ws = (bf16[128,256]{1,0:T(8,128)S(1)}, bf16[128,256]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%w)
-  %x = bf16[8,128]{1,0:T(8,128)S(1)} fusion(%table, %ids), kind=kLoop, calls=%lookup, metadata={op_name="look"}, backend_config={"estimated_cycles":"100"}
-  %wd = bf16[128,256]{1,0:T(8,128)S(1)} copy-done(%ws)
-  %y = bf16[8,256]{1,0:T(8,128)S(1)} fusion(%x, %wd), kind=kOutput, calls=%product, metadata={op_name="work"}, backend_config={"estimated_cycles":"1000"}
-  %r = bf16[8,256]{1,0:T(8,128)} all-reduce(%y), to_apply=%sum, metadata={op_name="work"}
-  %kept = bf16[1,8,256,128]{3,2,1,0:T(8,128)} fusion(%cache, %new, %n), kind=kLoop, calls=%write, metadata={op_name="keep"}
-  ROOT %out = (s32[], bf16[1,8,256,128]{3,2,1,0:T(8,128)}) tuple(%n, %kept)
-}
-
-%long (v: f32[10]) -> f32[10] {
-  %v = f32[10]{0:T(128)} parameter(0)
-  %e = f32[10]{0:T(128)} exponential(%v)
-  ROOT %f = f32[10]{0:T(128)} negate(%e)
-}
-
-%short (v: f32[10]) -> f32[10] {
-  %v = f32[10]{0:T(128)} parameter(0)
-  ROOT %f = f32[10]{0:T(128)} negate(%v), metadata={op_name="choice"}
-}
-
-ENTRY %main (a: (s32[], bf16[1,8,256,128]), p: pred[], v: f32[10]) -> f32[10] {
-  %a = (s32[], bf16[1,8,256,128]{3,2,1,0:T(8,128)}) parameter(0)
-  %p = pred[] parameter(1)
-  %v = f32[10]{0:T(128)} parameter(2)
-  %loop = (s32[], bf16[1,8,256,128]{3,2,1,0:T(8,128)}) while(%a), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
-  ROOT %choice = f32[10]{0:T(128)} conditional(%p, %v, %v), true_computation=%long, false_computation=%short
-}
-"""
+TEXT = (
+  pathlib.Path(__file__).parent / "goldens" / "hand_counted.hlo.txt"
+).read_text()
 
 
 def read(text: str) -> tuple[hlo.Module, dict[str, hlo.Cost]]:

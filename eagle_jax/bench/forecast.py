@@ -115,7 +115,8 @@ def told(found: dict) -> str:
   lines.append(
     f"  a cycle: {found['flops'] / 1e9:.1f} GFLOP,"
     f" {giga(found['hbm_bytes'])} of main memory; estimate"
-    f" {milli(found['seconds'])}, compiler's {milli(found['compiler_seconds'])},"
+    f" {milli(found['seconds'])},"
+    f" compiler's {milli(found['compiler_seconds'])},"
     f" bound {milli(found['bound_seconds'])}"
   )
   for name, stage in found["stages"].items():

@@ -177,10 +177,7 @@ def parse(text: str) -> Module:
     if not found:
       continue
     at = found.end()
-    if line[at] == "(":
-      end = _closing(line, at)
-    else:
-      end = line.index(" ", at)
+    end = _closing(line, at) if line[at] == "(" else line.index(" ", at)
     opening = line.index("(", end)
     closing = _closing(line, opening)
     current[found.group(2)] = Instruction(
