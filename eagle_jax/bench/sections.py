@@ -97,7 +97,8 @@ def _entropy(s: Study, reads, data: dict) -> Section:
       c["prompts"],
       c["bits"]["n"],
       _span(c["bits"]),
-      *tuple(f"{c[k]:.2f}" for k in ("choices_of_mean", "mean_choices")),
+      f"{c['choices_of_mean']:.2f}",
+      f"{c['mean_choices']:.2f}",
       f"{c['above_1_bit']:.0%}",
     )
     for n, c in [*e["by_category"].items(), ("all", e)]
@@ -568,10 +569,11 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
       }
   data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
   as_text = lambda table: {str(k): v for k, v in table.items()}
-  data["costs"] = {
+  plain_keys = lambda c: {
     k: as_text(v) if isinstance(v, dict) else v
-    for k, v in dataclasses.asdict(timed).items()
+    for k, v in dataclasses.asdict(c).items()
   }
+  data["costs"] = plain_keys(timed)
   claims = []
   diverged = sum(f["diverged"] for f in figures.values())
   claims.append(
@@ -584,7 +586,7 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
   if made:
     auto = figures[f"auto ({made.tree})"]
     data["auto"] = dataclasses.asdict(made) | {
-      "costs": data["costs"],
+      "costs": plain_keys(made.costs),
       "measured_tokens_per_s": auto["tokens_per_s"],
       "measured_tau": auto["tau"],
     }

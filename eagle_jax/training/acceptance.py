@@ -7,6 +7,7 @@ without growing one: `--tree auto` chooses by them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -17,8 +18,10 @@ from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
+from eagle_jax.speculation import engine
 from eagle_jax.speculation.tree import EAGLE1_PATHS
 from eagle_jax.training import data, features, losses
+from eagle_jax.training.chats import Document
 
 LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
@@ -55,7 +58,7 @@ def observe(
   levels = max(LEVELS)
   width = min(max(BRANCHES), drafter.config.draft_vocab_size)
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=engine.compiler_options())
   def look(target_params, params, vocabulary, tokens, mask, documents, where):
     fused, final = features.target_features(
       network, target_params, tokens, documents, where
@@ -170,8 +173,6 @@ def of_answers(
   answers: Sequence[Sequence[int]],
 ) -> Observed:
   """`observe` of prompts and the target's own answers to them."""
-  from eagle_jax.training.chats import Document
-
   documents = [
     Document(
       np.asarray([*p, *a], np.int32),
