@@ -24,8 +24,12 @@ def interruptible() -> Iterator[list[bool]]:
 def chat(session: Session) -> None:
   """Turn after turn until the input ends; Ctrl-C stops an answer."""
   o = session.o
-  say("chat with the target; Ctrl-C stops an answer, Ctrl-D ends")
-  messages = [{"role": "system", "content": o.system}] if o.system else []
+  say(
+    "chat with the target; /new starts over, Ctrl-C stops an answer, Ctrl-D"
+    " ends"
+  )
+  opening = [{"role": "system", "content": o.system}] if o.system else []
+  messages = list(opening)
   turn = 0
   while True:
     try:
@@ -38,6 +42,10 @@ def chat(session: Session) -> None:
       continue
     if not line.strip():
       continue
+    if line.strip() == "/new":
+      messages = list(opening)
+      say("a new conversation")
+      continue
     messages.append({"role": "user", "content": line})
     request = Request(
       text.encode_messages(session.tokenizer, messages),
@@ -49,7 +57,7 @@ def chat(session: Session) -> None:
     try:
       session.generator.engine.check(request)
     except InputError as e:
-      say(f"{e}; this turn is dropped")
+      say(f"{e}; this turn is dropped (/new starts over)")
       messages.pop()
       continue
     with interruptible() as pressed:

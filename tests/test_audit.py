@@ -20,17 +20,21 @@ process = jax.jit(sampling.process)
 def run(monkeypatch):
   """audit() of two answers where the target's logits are given."""
 
-  def go(logits, plain, other, seed=0, prompt=PROMPT, **settings):
+  def go(logits, plain, other, seed=0, prompt=PROMPT, wide=None, **settings):
     x = np.asarray([logits], np.float32)
     seen = []
 
     def fake(m, tokens, last):
       seen.append(tokens[0, : last + 1].tolist())
-      return x
+      return x, x if wide is None else np.asarray([wide], np.float32)
 
     monkeypatch.setattr(audit, "_logits", fake)
     monkeypatch.setattr(audit.rule, "process", process)
-    m = types.SimpleNamespace(ends=np.zeros(len(logits), bool))
+    dtype = "float32" if wide is None else "bfloat16"
+    m = types.SimpleNamespace(
+      ends=np.zeros(len(logits), bool),
+      target=types.SimpleNamespace(config=types.SimpleNamespace(dtype=dtype)),
+    )
     column = lambda name, dtype=np.float32: np.asarray(
       [getattr(Sampling(**settings), name) or 0], dtype
     )
@@ -72,6 +76,16 @@ def test_a_near_tie_is_excused_and_a_real_difference_is_not(run):
   found, _ = run(logits, [7, 2, 0], [7, 4, 1])
   assert not found.excused
   assert found.gap == pytest.approx(5e-3, rel=0.01)
+
+
+def test_bfloat16_allows_three_times_what_the_width_of_a_pass_moves(run):
+  logits = np.array([0, 1, 5.0, 0, 4.9, 0, 0, 0])
+  for moved, excused in ((0.05, True), (0.01, False)):
+    wide = logits.copy()
+    wide[1] += moved
+    found, _ = run(logits, [2], [4], wide=wide)
+    assert found.allowed == pytest.approx(3 * moved, rel=1e-3)
+    assert found.excused == excused
 
 
 def test_a_close_pair_that_is_not_the_two_best_is_no_excuse(run):
@@ -154,6 +168,13 @@ def test_the_models_own_logits_say_what_plain_decoding_decides():
     engine.models, request.prompt_ids, answer, b, one, key
   )
   assert check(answer) is None
+  ids = np.zeros((1, 32), np.int32)
+  ids[0, : len(request.prompt_ids)] = request.prompt_ids
+  one_row, wide = audit._logits(
+    engine.models, ids, np.int32(len(request.prompt_ids) - 1)
+  )
+  np.testing.assert_allclose(one_row, wide, atol=1e-5)
+  assert np.abs(one_row).max() > 0.1
   found = check(other)
   assert (found.at, found.plain_token) == (2, answer[2])
   assert found.gap > 0

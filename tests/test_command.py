@@ -340,10 +340,17 @@ def test_chat_keeps_the_context(chat):
     *(folders.END, folders.ASSISTANT),
   ]
   lines = stderr.splitlines()
-  assert lines[0] == "chat with the target; Ctrl-C stops an answer, Ctrl-D ends"
+  assert lines[0].startswith("chat with the target; /new starts over")
   assert len(lines) == 3
   assert all(re.fullmatch(FIGURES, line) for line in lines[1:])
   assert stdout.startswith("\n> ")
+
+
+def test_new_starts_the_conversation_over(chat):
+  _, stderr, asked, _ = chat("hello\n/new\nhello\n", system="kind")
+  assert "a new conversation" in stderr
+  first, second = (list(r.prompt_ids) for r in asked)
+  assert first == second
 
 
 def test_chat_reuses_the_cache_without_a_trace(chat, run):

@@ -83,8 +83,8 @@ def _last_logits(m, tokens, last):
 def last_logits(m, sequences):
   """float32[n, V] after each sequence, all recomputed, no cache."""
   tokens = np.zeros((16, 64), np.int32)
-  for row, ids in zip(tokens, sequences, strict=False):
-    row[: len(ids)] = ids
+  for row, ids in enumerate(sequences):
+    tokens[row, : len(ids)] = ids
   last = np.asarray([len(ids) - 1 for ids in sequences])
   last = np.pad(last, (0, 16 - len(sequences)))
   return np.asarray(_last_logits(m, tokens, last))[: len(sequences)]
