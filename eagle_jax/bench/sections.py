@@ -216,6 +216,16 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     ]
     for kind, names in kinds.items()
   }
+  seen = acceptance.of_answers(
+    s.target,
+    s.drafter,
+    [r.prompt_ids for r in known.requests],
+    known.answers,
+  )
+  data["acceptance_by_rank"] = by_rank = seen.by_rank().tolist()
+  data["estimated_tau"] = estimated = (
+    acceptance.tokens_a_pass(seen) if len(seen.rank) else {}
+  )
   claims = []
   for M in s.budgets:
     uniform = max(
@@ -252,6 +262,7 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
       e["tree"],
       e["nodes"],
       _span(e, "tau"),
+      f"{estimated[e['tree']]:.2f}" if e["tree"] in estimated else "",
       f"{e['mean_accepted']:.2f}",
       e["deepest_accepted"],
     )
@@ -270,12 +281,24 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     [plots.trees(data["trees"])],
     [
       (
-        ("kind", "tree", "M", "tau (95%)", "mean accepted", "deepest"),
+        (
+          *("kind", "tree", "M", "tau (95%)", "estimated"),
+          *("mean accepted", "deepest"),
+        ),
         every,
-      )
+      ),
+      (
+        ("level", *(f"child {r + 1}" for r in range(len(by_rank[0])))),
+        [
+          (level + 1, *(f"{share:.3f}" for share in shares))
+          for level, shares in enumerate(by_rank)
+        ],
+      ),
     ],
     f"n = {s.prompts} answers at temperature 0; {cycles} passes of the chain."
-    " Trees are kind:M:L:branch.",
+    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect of it,"
+    f" from the children of {len(seen.rank)} contexts; below, how often the"
+    " target's token was each of them, on the true path.",
   )
   middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
   shown = ["chain::5", "static", f"uniform:{middle}::3"]
