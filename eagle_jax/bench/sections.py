@@ -296,7 +296,7 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
       ),
     ],
     f"n = {s.prompts} answers at temperature 0; {cycles} passes of the chain."
-    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect of it,"
+    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect,"
     f" from the children of {len(seen.rank)} contexts; below, how often the"
     " target's token was each of them, on the true path.",
   )
