@@ -311,6 +311,8 @@ def test_a_run_over_two_suites(
   [
     (["--methods=plain,chian"], "'chian' is unknown: use some of plain, chain"),
     (["--methods="], "no methods"),
+    (["--methods=plain,oak:3"], "tree 'oak:3': tree 'oak' is unknown"),
+    (["--methods=transformers"], "alone measures no EAGLE: add plain"),
     (["--limit=-1"], "limit -1"),
     (["--turns=-1"], "turns -1"),
     (["--max_new_tokens=0"], "max_new_tokens 0"),

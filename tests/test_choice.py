@@ -87,7 +87,14 @@ def test_observe_is_the_unrolled_drafter():
   target = engines.target(num_layers=1)
   drafter = tiny.drafter(target, "eagle")
   packed = test_losses.pack(test_losses.documents([24, 14]), 40)
-  seen = acceptance.observe(target, drafter, vars(packed))
+  seen = acceptance.observe(
+    target,
+    drafter,
+    packed.tokens,
+    packed.mask,
+    packed.documents,
+    packed.positions,
+  )
   batch = test_losses.batch_of(target, drafter, packed)
   module = Drafter(drafter.config)
   outs = losses.unroll(module, drafter.params, batch, 8, None, False)
@@ -102,6 +109,13 @@ def test_observe_is_the_unrolled_drafter():
       token = packed.tokens[0, row + 2 + i]
       found = np.flatnonzero(drafter.vocabulary[best] == token)
       assert seen.rank[at, i] == (found[0] if found.size else 10)
+  # the same document as a prompt and an answer, a row of its own
+  ids, answer = packed.tokens[0], packed.mask[0]
+  first = (packed.documents[0] == 1).sum()
+  n = int(answer[:first].argmax())
+  alone = acceptance.of_answers(target, drafter, [ids[:n]], [ids[n:first]])
+  np.testing.assert_array_equal(alone.rank, seen.rank[: len(alone.rank)])
+  assert 0 < len(alone.rank) < len(rows)
   shares = seen.by_rank()
   assert shares.shape == (8, 10)
   np.testing.assert_allclose(

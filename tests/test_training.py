@@ -24,7 +24,7 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.speculation import engine, tree
 from eagle_jax.speculation.requests import Request
 from eagle_jax.training import config as configs
-from eagle_jax.training import data, loop, start, watch
+from eagle_jax.training import loop, start, watch
 from eagle_jax.training.config import TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -170,10 +170,10 @@ def test_another_tokenizer_does_not_resume(run):
 
 
 def test_the_longest_answer_is_found():
-  rows = np.array([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 0, 0]])
+  positions = np.array([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 0, 0]])
   mask = np.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0]], bool)
-  packed = data.Packed(rows, mask, rows, rows)
-  assert loop.longest_answer(packed) == 3
+  rows = {"mask": mask, "positions": positions, "row": np.arange(2)}
+  assert loop.longest_answer(rows) == 3
 
 
 # Refusals ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import logging
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def check() -> None:
 def _new(width=7.2, height=3.1, columns=1):
   import matplotlib
 
+  logging.getLogger("matplotlib").setLevel(logging.WARNING)
   matplotlib.use("svg")
   import matplotlib.pyplot as plt
 

@@ -97,7 +97,8 @@ def _entropy(s: Study, reads, data: dict) -> Section:
       c["prompts"],
       c["bits"]["n"],
       _span(c["bits"]),
-      *tuple(f"{c[k]:.2f}" for k in ("choices_of_mean", "mean_choices")),
+      f"{c['choices_of_mean']:.2f}",
+      f"{c['mean_choices']:.2f}",
       f"{c['above_1_bit']:.0%}",
     )
     for n, c in [*e["by_category"].items(), ("all", e)]
@@ -215,6 +216,16 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     ]
     for kind, names in kinds.items()
   }
+  seen = acceptance.of_answers(
+    s.target,
+    s.drafter,
+    [r.prompt_ids for r in known.requests],
+    known.answers,
+  )
+  data["acceptance_by_rank"] = by_rank = seen.by_rank().tolist()
+  data["estimated_tau"] = estimated = (
+    acceptance.tokens_a_pass(seen) if len(seen.rank) else {}
+  )
   claims = []
   for M in s.budgets:
     uniform = max(
@@ -251,6 +262,7 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
       e["tree"],
       e["nodes"],
       _span(e, "tau"),
+      f"{estimated[e['tree']]:.2f}" if e["tree"] in estimated else "",
       f"{e['mean_accepted']:.2f}",
       e["deepest_accepted"],
     )
@@ -269,12 +281,24 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     [plots.trees(data["trees"])],
     [
       (
-        ("kind", "tree", "M", "tau (95%)", "mean accepted", "deepest"),
+        (
+          *("kind", "tree", "M", "tau (95%)", "estimated"),
+          *("mean accepted", "deepest"),
+        ),
         every,
-      )
+      ),
+      (
+        ("level", *(f"child {r + 1}" for r in range(len(by_rank[0])))),
+        [
+          (level + 1, *(f"{share:.3f}" for share in shares))
+          for level, shares in enumerate(by_rank)
+        ],
+      ),
     ],
     f"n = {s.prompts} answers at temperature 0; {cycles} passes of the chain."
-    " Trees are kind:M:L:branch.",
+    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect,"
+    f" from the children of {len(seen.rank)} contexts; below, how often the"
+    " target's token was each of them, on the true path.",
   )
   middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
   shown = ["chain::5", "static", f"uniform:{middle}::3"]
@@ -568,10 +592,11 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
       }
   data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
   as_text = lambda table: {str(k): v for k, v in table.items()}
-  data["costs"] = {
+  plain_keys = lambda c: {
     k: as_text(v) if isinstance(v, dict) else v
-    for k, v in dataclasses.asdict(timed).items()
+    for k, v in dataclasses.asdict(c).items()
   }
+  data["costs"] = plain_keys(timed)
   claims = []
   diverged = sum(f["diverged"] for f in figures.values())
   claims.append(
@@ -584,7 +609,7 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
   if made:
     auto = figures[f"auto ({made.tree})"]
     data["auto"] = dataclasses.asdict(made) | {
-      "costs": data["costs"],
+      "costs": plain_keys(made.costs),
       "measured_tokens_per_s": auto["tokens_per_s"],
       "measured_tau": auto["tau"],
     }

@@ -7,6 +7,7 @@ without growing one: `--tree auto` chooses by them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -17,8 +18,9 @@ from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
+from eagle_jax.speculation import engine
 from eagle_jax.speculation.tree import EAGLE1_PATHS
-from eagle_jax.training import batches, data, features, losses
+from eagle_jax.training import features, losses
 
 LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
@@ -47,19 +49,24 @@ class Observed:
 
 
 def observe(
-  target: LoadedTarget, drafter: LoadedDrafter, packed: dict[str, np.ndarray]
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  tokens: np.ndarray,
+  mask: np.ndarray,
+  documents: np.ndarray,
+  positions: np.ndarray,
 ) -> Observed:
-  """Every context of the packed answers that all levels lie behind of.
+  """Every context of packed answers that has all levels behind it.
 
   Args:
-    packed: rows as `data.Packed.take` gives them.
+    tokens, mask, documents, positions: [rows, T], as `data.Packed` draws them.
   """
   module = Drafter(drafter.config)
   network = Target(target.config, drafter.config.taps)
   levels = max(LEVELS)
   width = min(max(BRANCHES), drafter.config.draft_vocab_size)
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=engine.compiler_options())
   def look(target_params, params, vocabulary, tokens, mask, documents, where):
     fused, final = features.target_features(
       network, target_params, tokens, documents, where
@@ -78,14 +85,17 @@ def observe(
     return jnp.stack(scores, 2), jnp.stack(ranks, 2), rows
 
   found = []
-  for r in range(len(packed["row"])):
+  for r in range(len(tokens)):
     row = slice(r, r + 1)
     scores, ranks, rows = jax.device_get(
       look(
         target.params,
         drafter.params,
         drafter.vocabulary,
-        *(packed[name][row] for name in batches.FIELDS),
+        tokens[row],
+        mask[row],
+        documents[row],
+        positions[row],
       )
     )
     found.append((scores[rows], ranks[rows]))
@@ -172,17 +182,16 @@ def of_answers(
   prompts: Sequence[Sequence[int]],
   answers: Sequence[Sequence[int]],
 ) -> Observed:
-  """`observe` of prompts and the target's own answers to them."""
-  from eagle_jax.training.chats import Document
-
-  documents = [
-    Document(
-      np.asarray([*p, *a], np.int32),
-      np.arange(len(p) + len(a)) >= len(p),
-    )
-    for p, a in zip(prompts, answers, strict=True)
-  ]
-  lengths = [len(d.ids) for d in documents]
-  T = max(*lengths, 512)
-  packed = data.pack_windows(documents, lengths, T, len(documents), "cut")
-  return observe(target, drafter, packed.everything())
+  """`observe` of prompts and the target's own answers to them, a row each."""
+  longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+  T = -(-longest // 64) * 64  # few shapes serve all lengths
+  tokens = np.zeros((len(prompts), T), np.int32)
+  mask = np.zeros(tokens.shape, bool)
+  for row, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+    tokens[row, : len(p) + len(a)] = [*p, *a]
+    mask[row, len(p) : len(p) + len(a)] = True
+  positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
+  inside = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 0  # up to the last token
+  return observe(
+    target, drafter, tokens, mask, inside.astype(np.int32), positions
+  )

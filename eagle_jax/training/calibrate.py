@@ -146,7 +146,9 @@ def _run(f) -> None:
     {"temperature": f.temperature, "hits_of": list(WIDTHS), "hits": measured},
   )
   print(f"draft_noise {chosen} written to {f.drafter}/config.json")
-  seen = acceptance.observe(target, drafter, packed)
+  seen = acceptance.observe(
+    target, drafter, *(packed[name] for name in batches.FIELDS)
+  )
   if not len(seen.rank):
     raise InputError(
       f"{f.data}: no answer is long enough to tell the worth of trees: give"
