@@ -63,7 +63,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
   (_LAYER + r"(?:input|post_attention)_layernorm/scale", ("norm",)),
   (r"norm/scale", ("norm",)),
   # a drafter's own
-  (r"hidden_norm/scale", ("norm",)),
+  (r"(?:hidden_norm|input_norm|fc_norm_\d+)/scale", ("norm",)),
   (r"fc/kernel", ("fused", "embed")),
   (r"fc/bias", ("norm",)),
 )
