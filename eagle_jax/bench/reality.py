@@ -90,9 +90,10 @@ def _run(f) -> None:
       (answer,) = generator.generate([f.prompt], f.max_new_tokens)
     found[method] = one = compare(generator, answer, chip)
     print(
-      f"{method}: {one['bytes'] / 1e9:.3f} GB and {one['flops'] / 1e9:.2f} GFLOP"
-      f" a cycle, tau {one['tau']:.2f}; forecast {one['forecast'] * 1e3:.2f} ms,"
-      f" measured {one['measured'] * 1e3:.2f} ms"
+      f"{method}: {one['bytes'] / 1e9:.3f} GB, {one['flops'] / 1e9:.2f} GFLOP"
+      f" a cycle, tau {one['tau']:.2f}; forecast"
+      f" {one['forecast'] * 1e3:.2f} ms, measured"
+      f" {one['measured'] * 1e3:.2f} ms"
     )
   gain = lambda which: (
     found["eagle"]["tau"] * found["plain"][which] / found["eagle"][which]

@@ -171,7 +171,7 @@ def _compiled(which: str):
     which
   ]
   return jax.jit(
-    made, static_argnames=static, compiler_options=engine.compiler_options()
+    made, static_argnames=static, compiler_options=engine.compiler_options(jax.default_backend())
   )
 
 
