@@ -133,7 +133,9 @@ class Clock:
     )
 
   def _time(self, part, m: Models, *args) -> float:
-    run = jax.jit(part, compiler_options=engine.compiler_options(jax.default_backend()))
+    run = jax.jit(
+      part, compiler_options=engine.compiler_options(jax.default_backend())
+    )
     return timed(functools.partial(run, m, *args))
 
   def verify(self, nodes: int) -> float:

@@ -344,7 +344,9 @@ def _children():
     hit = flat(best) == jnp.roll(tokens[0], -2)[:, None]
     return flat(scores), hit
 
-  return jax.jit(run, compiler_options=engine.compiler_options(jax.default_backend()))
+  return jax.jit(
+    run, compiler_options=engine.compiler_options(jax.default_backend())
+  )
 
 
 def confidence(

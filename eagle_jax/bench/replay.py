@@ -171,7 +171,9 @@ def _compiled(which: str):
     which
   ]
   return jax.jit(
-    made, static_argnames=static, compiler_options=engine.compiler_options(jax.default_backend())
+    made,
+    static_argnames=static,
+    compiler_options=engine.compiler_options(jax.default_backend()),
   )
 
 

@@ -66,7 +66,9 @@ def observe(
   levels = max(LEVELS)
   width = min(max(BRANCHES), drafter.config.draft_vocab_size)
 
-  @functools.partial(jax.jit, compiler_options=engine.compiler_options(jax.default_backend()))
+  @functools.partial(
+    jax.jit, compiler_options=engine.compiler_options(jax.default_backend())
+  )
   def look(target_params, params, vocabulary, tokens, mask, documents, where):
     fused, final = features.target_features(
       network, target_params, tokens, documents, where
