@@ -30,6 +30,17 @@ def fast_compiles():
     yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unoptimised():
+  """For files of many small programs: each compiles fast and runs slowly.
+
+  Import it into a test file to use it there.
+  """
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def target(**changes):
   return tiny.target(**changes)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import test_losses
 import tiny
+from engines import unoptimised  # noqa: F401 (compiles fast)
 
 from eagle_jax import loading
 from eagle_jax.checkpoints import drafters

@@ -10,6 +10,7 @@ import folders
 import numpy as np
 import pytest
 import tiny
+from engines import unoptimised  # noqa: F401 (compiles fast)
 from refusals import refused
 
 from eagle_jax import choice
