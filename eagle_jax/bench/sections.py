@@ -5,7 +5,7 @@ whose claims say plainly whether the argument holds.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -713,23 +713,23 @@ def _drawn(s: Study, generator: Generator) -> str:
   return f"{head}\n\n{drawing.tree(best, text.piece(s.target.tokenizer))}"
 
 
-def build(s: Study, trees: Sequence[str], limit: int, say) -> tuple[list, dict]:
-  """All sections, and the numbers behind them."""
-  data: dict = {}
+def build(
+  s: Study, trees: Sequence[str], limit: int, data: dict, say
+) -> Iterator[list[Section]]:
+  """Sections as they are done; their numbers go into `data`."""
   reads = []
   for suite, questions in s.asked.items():
     kinds = {q.category for q in questions}
     names = [q.category if len(kinds) > 1 else suite for q in questions]
     say(f"reading the answers of {suite}")
     reads += evidence.read(s.target, s.known[suite, 0.0], names, len(reads))
-  sections = [_entropy(s, reads, data)]
+  yield [_entropy(s, reads, data)]
   say("regressing features")
-  sections.append(_features(s, reads, data))
+  yield [_features(s, reads, data)]
   del reads
   say("replaying trees")
   chain, budget = _trees(s, data)
-  sections += [chain, _inputs(s, data), budget]
+  yield [chain, _inputs(s, data), budget]
   say("calibration and shared noise")
-  sections.append(_confidence(s, data))
-  sections.append(_speed(s, trees, limit, data, say))
-  return sections, data
+  yield [_confidence(s, data)]
+  yield [_speed(s, trees, limit, data, say)]
