@@ -170,7 +170,8 @@ def run(f: flags.FlagValues) -> None:
     + f"; at most {f.max_new_tokens} new tokens; seed {f.seed}",
     f"{facts['device']}; {facts['date']}; "
     + ", ".join(f"{p} {v}" for p, v in facts["versions"].items()),
-    f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts",
+    f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts; each claim"
+    " stands alone, without a correction for their number",
   ]
   data, parts = {}, []
   made = sections.build(study, f.trees, f.speed_limit, data, say)

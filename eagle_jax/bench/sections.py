@@ -435,6 +435,12 @@ def _confidence(s: Study, data: dict) -> Section:
   first = lambda n: found[n]["first_child_accepted"]["value"]
   best = max(found, key=first)
   shown = strength or best
+  origin = (
+    "calibrated with the drafter"
+    if strength
+    else "the best on these very prompts, as the drafter is not calibrated: its"
+    " gains here are optimistic"
+  )
   curves = {
     name: evidence.calibration(
       evidence.confidence(s.target, s.drafter, known, t, noise)
@@ -531,7 +537,7 @@ def _confidence(s: Study, data: dict) -> Section:
     ],
     f"n = {curves['temperature 0']['children']} children of {s.prompts} answers"
     f" at temperature 0; temperatures {WARM} with seed {s.seed}; strength"
-    f" {shown:g}.",
+    f" {shown:g}, {origin}.",
   )
 
 
@@ -584,11 +590,10 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     if spec and spec.num_nodes <= max(timed.verify):
       draft = timed.drafting(spec)
       verify = timed.verifying(spec.num_nodes, f["tau"])
-      whole = max(cycle, draft + verify)
       f["shares"] = {
-        "draft": draft / whole,
-        "verify": verify / whole,
-        "rest": 1 - (draft + verify) / whole,
+        "draft": draft / cycle,
+        "verify": verify / cycle,
+        "rest": 1 - (draft + verify) / cycle,
       }
   data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
   as_text = lambda table: {str(k): v for k, v in table.items()}
@@ -688,7 +693,8 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     [plots.speed(figures, data["costs"])],
     tables,
     f"n = {len(rows['plain'])} prompts, first turns, temperature 0, at most"
-    f" {s.max_new_tokens} new tokens.",
+    f" {s.max_new_tokens} new tokens. A rest below 0: the parts took longer"
+    " alone than inside a cycle; the shares are too large by as much.",
     _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
   )
 
