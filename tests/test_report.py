@@ -97,6 +97,38 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert all(m["diverged"] == 0 for m in data["speed"]["methods"].values())
   assert set(data["costs"]["verify"]) == {"1", "8"}
   assert "* marks the accepted path" in markdown
+  assert report.UNFINISHED not in markdown + html
+
+
+def test_a_stopped_run_leaves_what_it_has(
+  report, models, suite, tmp_path, monkeypatch
+):
+  """Stopped after its first section: marked, complete so far, no rests."""
+  section = page.Section("s", "First", "why", [], [], [], "n")
+
+  def stopped(study, trees, limit, data, say):
+    data["first"] = {"value": float("nan")}
+    yield [section]
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(report.sections, "build", stopped)
+  monkeypatch.setattr(report.replay, "plain_answers", lambda *a: None)
+  monkeypatch.setattr(report.generation, "use_compilation_cache", lambda: None)
+  out = tmp_path / "out"
+  code = folders.call(
+    report,
+    "report",
+    *("--target", models.target, "--drafter", models.drafter),
+    *(suite(4), "--out", str(out)),
+  )
+  assert code == 130
+  assert json.loads((out / "report.json").read_text())["first"] == {
+    "value": None
+  }
+  for file in ("report.html", "report.md"):
+    assert report.UNFINISHED in (out / file).read_text()
+    assert "First" in (out / file).read_text()
+  assert not list(out.glob("*.part"))
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def speed(methods: dict[str, dict], costs: dict) -> str:
   at = np.arange(len(shares))[::-1]
   start = np.zeros(len(shares))
   for part, colour in (("draft", ORANGE), ("verify", BLUE), ("rest", GREY)):
-    values = np.array([s[part] for s in shares.values()])
+    values = np.array([max(s[part], 0) for s in shares.values()])
     right.barh(at, values, 0.6, left=start, color=colour, label=part)
     start += values
   right.set_yticks(at, list(shares))

@@ -23,6 +23,8 @@ from eagle_jax.config import INPUTS, Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
 
+TITLE = "EAGLE, measured"
+UNFINISHED = "UNFINISHED: the run is still going, or was stopped"
 LEAST = 3  # prompts, for a bootstrap and for held-out folds
 
 
@@ -73,6 +75,30 @@ def _ablations(
       )
     found[label] = drafter
   return {i: found[i] for i in INPUTS if i in found}
+
+
+def _write(
+  out: pathlib.Path,
+  head: dict,
+  data: dict,
+  lines: Sequence[str],
+  parts: Sequence[page.Section],
+) -> None:
+  """The three files, each replaced as a whole."""
+  claims = [
+    {"section": x.name, "claim": c.text, "holds": c.holds, "detail": c.detail}
+    for x in parts
+    for c in x.claims
+  ]
+  whole = _finite(head | {"claims": claims} | data)
+  for file, content in {
+    "report.html": page.as_html(TITLE, lines, parts),
+    "report.md": page.as_markdown(TITLE, lines, parts),
+    "report.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
+  }.items():
+    part = out / f"{file}.part"
+    part.write_text(content, encoding="utf-8")
+    part.replace(out / file)
 
 
 def run(f: flags.FlagValues) -> None:
@@ -129,7 +155,6 @@ def run(f: flags.FlagValues) -> None:
     f.seed,
     f.max_new_tokens,
   )
-  parts, data = sections.build(study, f.trees, f.speed_limit, say)
   facts = machine.facts()
   head = {
     "target": f.target,
@@ -145,23 +170,15 @@ def run(f: flags.FlagValues) -> None:
     + f"; at most {f.max_new_tokens} new tokens; seed {f.seed}",
     f"{facts['device']}; {facts['date']}; "
     + ", ".join(f"{p} {v}" for p, v in facts["versions"].items()),
-    f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts",
+    f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts; each claim"
+    " stands alone, without a correction for their number",
   ]
-  title = "EAGLE, measured"
-  claims = [
-    {"section": x.name, "claim": c.text, "holds": c.holds, "detail": c.detail}
-    for x in parts
-    for c in x.claims
-  ]
-  whole = facts | head | {"claims": claims} | data
-  for file, content in {
-    "report.html": page.as_html(title, lines, parts),
-    "report.md": page.as_markdown(title, lines, parts),
-    "report.json": json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n",
-  }.items():
-    part = out / f"{file}.part"
-    part.write_text(content, encoding="utf-8")
-    part.replace(out / file)
+  data, parts = {}, []
+  made = sections.build(study, f.trees, f.speed_limit, data, say)
+  for new in made:  # a long run that dies leaves what it has
+    parts += new
+    _write(out, facts | head, data, [*lines, UNFINISHED], parts)
+  _write(out, facts | head, data, lines, parts)
   print(f"written: {out / 'report.html'}, report.md and report.json beside it")
 
 

@@ -5,7 +5,7 @@ whose claims say plainly whether the argument holds.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -435,6 +435,12 @@ def _confidence(s: Study, data: dict) -> Section:
   first = lambda n: found[n]["first_child_accepted"]["value"]
   best = max(found, key=first)
   shown = strength or best
+  origin = (
+    "calibrated with the drafter"
+    if strength
+    else "the best on these very prompts, as the drafter is not calibrated: its"
+    " gains here are optimistic"
+  )
   curves = {
     name: evidence.calibration(
       evidence.confidence(s.target, s.drafter, known, t, noise)
@@ -531,7 +537,7 @@ def _confidence(s: Study, data: dict) -> Section:
     ],
     f"n = {curves['temperature 0']['children']} children of {s.prompts} answers"
     f" at temperature 0; temperatures {WARM} with seed {s.seed}; strength"
-    f" {shown:g}.",
+    f" {shown:g}, {origin}.",
   )
 
 
@@ -584,11 +590,10 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     if spec and spec.num_nodes <= max(timed.verify):
       draft = timed.drafting(spec)
       verify = timed.verifying(spec.num_nodes, f["tau"])
-      whole = max(cycle, draft + verify)
       f["shares"] = {
-        "draft": draft / whole,
-        "verify": verify / whole,
-        "rest": 1 - (draft + verify) / whole,
+        "draft": draft / cycle,
+        "verify": verify / cycle,
+        "rest": 1 - (draft + verify) / cycle,
       }
   data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
   as_text = lambda table: {str(k): v for k, v in table.items()}
@@ -688,7 +693,8 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     [plots.speed(figures, data["costs"])],
     tables,
     f"n = {len(rows['plain'])} prompts, first turns, temperature 0, at most"
-    f" {s.max_new_tokens} new tokens.",
+    f" {s.max_new_tokens} new tokens. A rest below 0: the parts took longer"
+    " alone than inside a cycle; the shares are too large by as much.",
     _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
   )
 
@@ -713,23 +719,23 @@ def _drawn(s: Study, generator: Generator) -> str:
   return f"{head}\n\n{drawing.tree(best, text.piece(s.target.tokenizer))}"
 
 
-def build(s: Study, trees: Sequence[str], limit: int, say) -> tuple[list, dict]:
-  """All sections, and the numbers behind them."""
-  data: dict = {}
+def build(
+  s: Study, trees: Sequence[str], limit: int, data: dict, say
+) -> Iterator[list[Section]]:
+  """Sections as they are done; their numbers go into `data`."""
   reads = []
   for suite, questions in s.asked.items():
     kinds = {q.category for q in questions}
     names = [q.category if len(kinds) > 1 else suite for q in questions]
     say(f"reading the answers of {suite}")
     reads += evidence.read(s.target, s.known[suite, 0.0], names, len(reads))
-  sections = [_entropy(s, reads, data)]
+  yield [_entropy(s, reads, data)]
   say("regressing features")
-  sections.append(_features(s, reads, data))
+  yield [_features(s, reads, data)]
   del reads
   say("replaying trees")
   chain, budget = _trees(s, data)
-  sections += [chain, _inputs(s, data), budget]
+  yield [chain, _inputs(s, data), budget]
   say("calibration and shared noise")
-  sections.append(_confidence(s, data))
-  sections.append(_speed(s, trees, limit, data, say))
-  return sections, data
+  yield [_confidence(s, data)]
+  yield [_speed(s, trees, limit, data, say)]
