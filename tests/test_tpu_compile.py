@@ -185,7 +185,7 @@ def test_refusals(script, args, words, capsys, monkeypatch):
   fields = {"--config": "configs/llama31_8b.py", "--topology": "v6e:1x1"}
   fields |= dict([args])
   given = [word for pair in fields.items() for word in pair]
-  assert folders.call(script, *given) == 2
+  assert folders.call(script, "compile.py", *given) == 2
   said = capsys.readouterr().err
   assert words in said
   assert len(said.splitlines()) == 1

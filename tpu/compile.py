@@ -26,8 +26,9 @@ os.environ.update(
 )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from absl import app, flags
+from absl import flags
 
+from eagle_jax import script
 from eagle_jax.bench import forecast, shapes
 from eagle_jax.bench.lowering import Shapes
 from eagle_jax.errors import InputError
@@ -51,7 +52,7 @@ flags.DEFINE_bool(
 flags.DEFINE_string("out", None, "Folder of predicted.json and predicted.md.")
 
 
-def read_config(path: str) -> Shapes:
+def read_config(path: str, values: flags.FlagValues) -> Shapes:
   """Shapes of a training config's target, or what the config describes."""
   if not pathlib.Path(path).is_file():
     raise InputError(f"config {path!r} is not a file")
@@ -64,47 +65,29 @@ def read_config(path: str) -> Shapes:
       " configs/llama31_8b.py"
     )
   changes = {
-    name: F[name].value
+    name: values[name].value
     for name in ("batch", "capacity")
-    if F[name].value is not None
+    if values[name].value is not None
   }
   return dataclasses.replace(made, **changes)
 
 
-def run() -> None:
-  configs = [read_config(path) for path in F.config]
-  sizes = tuple(map(int, F.mesh)) if F.mesh else None
-  out = pathlib.Path(F.out) if F.out else None
+def run(f: flags.FlagValues) -> None:
+  configs = [read_config(path, f) for path in f.config]
+  sizes = tuple(map(int, f.mesh)) if f.mesh else None
+  out = pathlib.Path(f.out) if f.out else None
   results = forecast.Results(out)
   for s in configs:
-    for topology in F.topology:
-      for program in forecast.programs(s, F.what, F.drafters):
+    for topology in f.topology:
+      for program in forecast.programs(s, f.what, f.drafters):
         name = forecast.key(s, program, topology)
         if name not in results.found:
-          found = forecast.analyse(s, program, topology, sizes, F.full)
+          found = forecast.analyse(s, program, topology, sizes, f.full)
           results.put(name, found, configs)
         print(forecast.told(results.found[name]), flush=True)
   print(forecast.table(results.found, configs))
 
 
-def main(argv):
-  try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag")
-    run()
-  except InputError as e:
-    print(f"compile.py: {e}", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse(argv):
-  try:
-    return F(argv)
-  except flags.Error as e:
-    print(f"compile.py: {' '.join(str(e).split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "topology"])
-  app.run(main, flags_parser=parse)
+  script.run("compile.py", run)
