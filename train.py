@@ -1,4 +1,5 @@
-"""Train a drafter: python train.py --config configs/smollm2_eagle3.py
+"""Train a drafter: python train.py --config configs/smollm2_eagle3.py \\
+  --config.data="('chats.jsonl',)" --config.heldout="('heldout.jsonl',)"
 
 On TPU pods, GKE TPU slices and SLURM start the same command in every process;
 elsewhere name the processes with --coordinator, --num_processes, --process_id.

@@ -14,6 +14,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax import costs, generation, loading, machine, text
@@ -65,11 +66,14 @@ def best(taus: dict[str, float], c: costs.Costs) -> tuple[str, float]:
 
 
 def drafter_fingerprint(drafter: LoadedDrafter) -> str:
-  """Tells drafters apart that share a name."""
-  config = dataclasses.replace(drafter.config, draft_noise=0.0)
+  """Tells drafters apart that share a name, whatever dtype they run in."""
+  config = dataclasses.replace(
+    drafter.config, draft_noise=0.0, dtype="bfloat16"
+  )
   digest = hashlib.sha256(repr(config).encode())
   for path, leaf in sorted(tensors.flatten(drafter.params).items()):
-    digest.update(path.encode() + np.asarray(leaf[:1]).tobytes())
+    kept = np.asarray(leaf[:1].astype(jnp.bfloat16))  # as drafters are stored
+    digest.update(path.encode() + kept.tobytes())
   return digest.hexdigest()[:16]
 
 

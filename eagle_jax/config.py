@@ -59,7 +59,8 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(LayerConfig):
-  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
+  """A target of the Llama shape (Llama, SmolLM2, Mistral, Qwen2, Qwen3), or one
+  with experts (Mixtral, Qwen3-MoE).
 
   num_experts: E, each an mlp of `mlp_size`; 0 = one mlp for all tokens.
   experts_per_token: k, those a token goes through. norm_expert_weights: their

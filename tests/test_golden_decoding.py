@@ -25,7 +25,7 @@ CASES = (
   "eagle3_qwen3",
 )
 TREES = ("t60", "t12")
-CLOSE = 5e-4  # score gaps below which the order is open (goldens/README.md)
+CLOSE = 5e-4  # score gap below which the order is open (the vectors' README)
 
 
 @pytest.fixture(scope="module", autouse=True)

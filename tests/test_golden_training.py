@@ -1,6 +1,6 @@
 """Losses and gradients of the original PyTorch training code.
 
-Its masks and denominators differ from our recipes' (goldens/*/README.md), so
+Its masks and denominators differ from our recipes' (see their READMEs), so
 they are put on our unrolled outputs and loss terms here.
 """
 

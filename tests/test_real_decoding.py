@@ -4,9 +4,13 @@ Prompts and lengths are small here; `python -m eagle_jax.bench` checks the same
 on whole suites ("diverged").
 """
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
-from eagle_jax import Sampling, generation, loading
+from eagle_jax import Sampling, choice, generation, loading
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
 from eagle_jax.speculation.requests import Request
@@ -84,3 +88,18 @@ def test_a_batch_gives_the_rows_alone(target, drafter, requests, plain):
   eagle = Generator(target, drafter, batch_size=len(requests))
   answers = eagle.run(requests, [""] * len(requests))
   assert excused(generator, base, answers) <= 1
+
+
+def test_what_its_trees_are_worth_was_measured_on_this_drafter(drafter):
+  """Whatever dtype it runs in, `--tree auto` knows the file for its own."""
+  kept = drafter.notes["acceptance"]
+  assert kept["drafter"] == choice.drafter_fingerprint(drafter)
+  cast = dataclasses.replace(
+    drafter,
+    config=dataclasses.replace(drafter.config, dtype="bfloat16"),
+    params=jax.tree.map(lambda a: a.astype(jnp.bfloat16), drafter.params),
+  )
+  assert kept["drafter"] == choice.drafter_fingerprint(cast)
+  # more nodes are worth more, and a tree more than a chain
+  tau = kept["tau"]
+  assert 1 < tau["chain::3"] < tau["dynamic:6:3:3"] < tau["dynamic:60:6:10"]

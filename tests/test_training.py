@@ -160,6 +160,18 @@ def test_another_recipe_does_not_resume(base, run, change, words):
     loop.train(tiny_run.config(base, "run", **change), quiet)
 
 
+def test_other_data_do_not_resume(base, run):
+  """The same path with one more chat: another order, another vocabulary."""
+  file = base / "train.jsonl"
+  before = file.read_text()
+  file.write_text(before + "\n" + before.splitlines()[0])
+  try:
+    with refused("trained with another data"):
+      loop.train(tiny_run.config(base, "run"), quiet)
+  finally:
+    file.write_text(before)
+
+
 def test_another_tokenizer_does_not_resume(run):
   facts = {"chat template": "x", "tokenizer": "y"}
   with (
@@ -183,6 +195,12 @@ def test_the_longest_answer_is_found():
   ("change", "word"),
   [
     ({"kind": "medusa"}, "kind 'medusa' is unknown"),
+    (
+      {"kind": "eagle3", "taps": (1, 0)},
+      "the config describes no drafter: taps",
+    ),
+    ({"row_length": 512}, "row_length 512 is more than the target's 256 pos"),
+    ({"seed": -1}, "seed -1 must be at least 0"),
     ({"inputs": "both"}, "inputs 'both' is unknown"),
     ({"schedule": "step"}, "schedule 'step' is unknown"),
     ({"data": ()}, "no data given"),
@@ -320,6 +338,18 @@ def test_warm_start_keeps_a_trained_head_and_its_ids(tmp_path, mesh):
   got, ids = start.parameters(name, 0, config, target, other, mesh, quiet)
   assert np.array_equal(ids, old.vocabulary)
   same(got, own)
+
+
+def test_a_trained_head_is_not_frozen_away(base, run, tmp_path):
+  """The export would leave it out and score with the target's rows instead."""
+  target = loading.load_target(str(base / "target"), "float32", quiet)
+  old = loading.load_drafter(str(run / "drafter"), target, quiet)
+  own = old.params | {
+    "lm_head": {"kernel": old.params["lm_head"]["kernel"] + 1}
+  }
+  name = saved(tmp_path / "d", old, own, True)
+  with refused("has a trained head", "set train_head to True"):
+    loop.train(tiny_run.config(base, "frozen", init=name), quiet)
 
 
 def test_warm_start_from_another_shape_is_refused(tmp_path, mesh):

@@ -3,7 +3,10 @@
 # taken away (spot), it is created again and the same command goes on: train.py
 # resumes from its last checkpoint, which must lie on TPU_DISK (~/runs).
 #
-#   tpu/run.sh train.py --config configs/smollm2_eagle3.py --config.out=../runs/a
+#   tpu/run.sh train.py --config configs/smollm2_eagle3.py \
+#       --config.features=online --config.batch_size=16 \
+#       --config.data="('../runs/train.jsonl',)" \
+#       --config.heldout="('../runs/heldout.jsonl',)" --config.out=../runs/a
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=tpu/slice.sh
 source "$here/slice.sh"

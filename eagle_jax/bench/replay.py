@@ -296,7 +296,9 @@ def plain_answers(
   else:
     plain = Generator(target, None, "plain", None, batch_size).engine
     answers = [r.token_ids for r in plain.generate(requests)]
-    file.write_text(json.dumps(answers) + "\n")
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(answers) + "\n")
+    part.replace(file)
   return Known(requests, answers)
 
 

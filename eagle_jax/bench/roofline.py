@@ -2,9 +2,9 @@
 
 The time of a stage is the larger of its memory time and its compute time,
 plus what nothing of a decode cycle overlaps: its collectives (a layer's sum
-must arrive before the next layer starts) and its small operations (a sort of
-ten scores takes a microsecond however little it moves; by the compiler's
-estimate of cycles). Stages follow each other.
+must arrive before the next layer starts) and its small operations (a softmax of
+a few rows takes its time however little it moves; by the compiler's estimate of
+cycles, which it does not give for sorts). Stages follow each other.
 """
 
 import dataclasses

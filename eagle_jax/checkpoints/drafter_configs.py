@@ -193,6 +193,12 @@ def _check_layer(raw: dict, where: str) -> None:
     raise InputError(
       f"{where}: hidden_act {raw['hidden_act']!r} is not supported: only silu"
     )
+  window = raw.get("sliding_window")
+  used = raw.get("use_sliding_window", True)
+  if window and used and window < raw["max_position_embeddings"]:
+    raise InputError(
+      f"{where}: sliding_window {window} is not supported in a drafter's file"
+    )
   if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
     raise InputError(
       f"{where}: eagle_config.use_aux_hidden_state false is not supported: an"

@@ -127,6 +127,12 @@ def _run(f) -> None:
     )
   target = loading.load_target(f.target, loading.default_dtype(), say)
   drafter = loading.load_drafter(f.drafter, target, say)
+  W = drafter.config.draft_vocab_size
+  if max(WIDTHS) > W:
+    raise InputError(
+      f"drafter {f.drafter!r} has a draft vocabulary of {W} ids: calibration"
+      f" looks at the best {max(WIDTHS)}"
+    )
   with tempfile.TemporaryDirectory() as kept:
     corpus = dataset.prepare(
       [f.data], target.tokenizer, pathlib.Path(kept), f.max_bad_rows

@@ -29,7 +29,7 @@ class TrainConfig:
   row_length: int  # T
   batch_size: int  # rows a step, over all devices and processes
   epochs: int
-  max_chats: int  # 0 = all
+  max_chats: int  # to train on, 0 = all; the draft vocabulary counts all
   max_bad_rows: int  # rows of data that may be dropped before it is refused
   long_chats: str  # "split" into windows of row_length | "cut" there
   pack_window: int  # chats packed together; later ones leave earlier rows be
@@ -114,6 +114,11 @@ _LEAST = {
   "clip_norm": 0,
   "clip_value": 0,
   "feature_noise": 0,
+  "warmup_steps": 0,
+  "seed": 0,
+  "feature_weight": 0,
+  "vocabulary_weight": 0,
+  "step_decay": 0,
 }
 
 

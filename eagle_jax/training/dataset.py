@@ -337,12 +337,15 @@ def prepare(
   place = folder / fingerprint(sources, tokenizer)
   if not place.exists():
     partly = place.with_name(f"{place.name}.{platform.node()}.{os.getpid()}")
+    shutil.rmtree(partly, ignore_errors=True)  # of a killed run of this id
     try:
       _write(sources, tokenizer, partly)
       partly.rename(place)
-    except OSError:
+    except OSError as e:
       if not place.exists():  # else another process was first
-        raise
+        raise InputError(
+          f"{folder}: cannot be written ({e.strerror})"
+        ) from None
     finally:
       shutil.rmtree(partly, ignore_errors=True)
   facts = np.load(place / "facts.npz")

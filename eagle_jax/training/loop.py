@@ -9,6 +9,7 @@ its own (Orbax lets each process write its shards).
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import shutil
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -56,12 +58,13 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """What is read: rows to train on, held-out rows, how often each id carries
-  loss in the data (int64[V]), the draft vocabulary, and the rows to evaluate
-  on."""
+  """What is read: rows to train on, held-out rows, a digest of both files'
+  contents, how often each id carries loss in the data (int64[V]), the draft
+  vocabulary, and the rows to evaluate on."""
 
   packed: Packed
   held: Packed
+  fingerprint: str
   counts: np.ndarray
   vocabulary: np.ndarray
   eval_rows: np.ndarray
@@ -111,12 +114,7 @@ def load_target(c: TrainConfig, mesh: Mesh, say) -> LoadedTarget:
       f"target {c.target!r} has no tokenizer with a chat template: training on"
       " chats needs one"
     )
-  places = sharding.parameters(
-    loaded.params, loaded.config, mesh, "train", lambda line: None
-  )
-  return dataclasses.replace(
-    loaded, params=jax.device_put(loaded.params, places)
-  )
+  return loaded
 
 
 def read_corpus(
@@ -145,7 +143,11 @@ def read_corpus(
   first = packed.take(np.arange(min(len(packed), 256)))
   _check_rows(first, c.unroll_steps, "data")
   _check_rows(held.take(rows), c.unroll_steps, "heldout")
-  return Corpus(packed, held, counts, vocabulary, rows)
+  digests = [
+    dataset.fingerprint([str(s) for s in sources], target.tokenizer)
+    for sources in (c.data, c.heldout)
+  ]
+  return Corpus(packed, held, " ".join(digests), counts, vocabulary, rows)
 
 
 def longest_answer(rows: dict[str, np.ndarray]) -> int:
@@ -182,7 +184,7 @@ def _describe(corpus: Corpus, say) -> None:
   covered = counts[corpus.vocabulary].sum() / counts.sum()
   say(
     f"{len(packed)} rows of {packed.T} tokens, padding {packed.padding:.1%};"
-    f" the draft vocabulary covers {covered:.2%} of the supervised tokens"
+    f" the draft vocabulary covers {covered:.2%} of all supervised tokens"
   )
 
 
@@ -202,7 +204,8 @@ def drafter_config(
   c: TrainConfig, target: TargetConfig, W: int
 ) -> DrafterConfig:
   """A drafter of the target's layer shape."""
-  return DrafterConfig(
+  make = functools.partial(
+    DrafterConfig,
     kind=c.kind,
     vocab_size=target.vocab_size,
     draft_vocab_size=W,
@@ -220,6 +223,10 @@ def drafter_config(
     dtype=c.dtype,
     inputs=c.inputs,
   )
+  try:
+    return make()
+  except ValueError as e:
+    raise InputError(f"the config describes no drafter: {e}") from None
 
 
 def _kept_features(
@@ -227,10 +234,6 @@ def _kept_features(
 ) -> Kept | None:
   if c.features == "online":
     return None
-  if jax.process_count() > 1:
-    raise InputError(
-      "features 'cached' is for one process: use features='online'"
-    )
   return features.Cache(
     out.parent / "features",
     Target(target.config, taps_of(c, target.config)),
@@ -251,7 +254,16 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
   out = pathlib.Path(c.out).absolute()
   mesh = sharding.make_mesh(c.mesh)
   share = batches.share(mesh, c.batch_size // c.accumulate)
+  if c.features == "cached" and jax.process_count() > 1:
+    raise InputError(
+      "features 'cached' is for one process: use features='online'"
+    )
   target = load_target(c, mesh, say)
+  if c.row_length > target.config.max_positions:
+    raise InputError(
+      f"row_length {c.row_length} is more than the target's"
+      f" {target.config.max_positions} positions: give shorter rows"
+    )
   corpus = read_corpus(c, target, out, say)
   total = len(corpus.packed) // c.batch_size * c.epochs
   if not total:
@@ -269,6 +281,13 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
   n = Networks(Target(target.config, config.taps), Drafter(config))
   trained, rest = steps.split(params, c.train_head)
   head = start.head_of_target(config, target, vocabulary, mesh)["kernel"]
+  kernel = params["lm_head"]["kernel"]
+  if not c.train_head and not bool(jnp.array_equal(kernel, head)):
+    raise InputError(
+      f"init {c.init!r} has a trained head, which train_head False would"
+      " neither train nor store: set train_head to True"
+    )
+  head = head if c.train_head else kernel  # one array, not two alike
   frozen = Frozen(target.params, rest, head, vocabulary)
   frozen_places = steps.frozen_shardings(frozen, n, mesh, lambda line: None)
   frozen = start.placed(frozen, frozen_places)
@@ -439,7 +458,6 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   out = pathlib.Path(c.out).absolute()
   configs.same_run(c, out / "config.json")
   run, state = build(c, say)
-  decoder = make_decoder(run, state)
   index, count = run.share
   rows = data.iterator(
     run.corpus.packed, c.batch_size, c.seed, index, count, c.epochs
@@ -450,20 +468,27 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   same = {
     "chat template": tokenizer.chat_template,
     "tokenizer": fingerprint(tokenizer),
+    "data": run.corpus.fingerprint,
+    # decides what a trained head's columns mean
+    "draft vocabulary": hashlib.sha256(
+      np.asarray(run.corpus.vocabulary, np.int32).tobytes()
+    ).hexdigest()[:16],
   }
   flops = watch.flops_per_token(
     c, run.target.config, run.networks.drafter.config
   )
+  shapes = sharding.shapes(state, run.places)
   progress = Progress(state, 0.0)
+  del state  # a resumed run holds its own alone
   with (
     Saves(out / "checkpoints", c.keep_last, same) as saves,
     Stopper() as stop,
   ):
-    shapes = sharding.shapes(state, run.places)
     if found := saves.restore(shapes):
       progress.state, position, progress.best_tau = found
       rows.set_state(position)
       say(f"resumed at step {int(progress.state.step)} of {run.total}")
+    decoder = make_decoder(run, progress.state)
     step = int(progress.state.step)
     tokens = c.batch_size * c.row_length
     with watch.Journal(out, run.total, step, tokens, flops) as journal:

@@ -261,8 +261,7 @@ def against_target(
       precision=precision(final.dtype),
       preferred_element_type=jnp.float32,
     )
-    cross = -jnp.sum(jax.nn.softmax(scores) * jax.nn.log_softmax(logits), -1)
-    return cross, jnp.argmax(logits, axis=-1)
+    return soft_cross_entropy(scores, logits), jnp.argmax(logits, axis=-1)
 
   B, R, D = out.shape
   if not chunk or chunk >= R:

@@ -37,7 +37,7 @@ README = """A training run of eagle_jax: a drafter for {target}.
   config.json     its config; the same command resumes the run
   run.json        command, versions, commit, devices, sizes, tokenizer
   log.jsonl       figures of steps, held-out rows and real decoding
-  tensorboard/    the same: tensorboard --logdir .
+  tensorboard/    the same: pip install tensorboard; tensorboard --logdir .
   checkpoints/    to resume from: the last ones and the best (Orbax)
   drafter/        the best drafter so far, in the official EAGLE layout:
                   decode.py --target {target} --drafter {folder}/drafter
@@ -62,7 +62,8 @@ def layer_flops(c: LayerConfig, wide: int, T: int) -> float:
   """
   D, N, K, H = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_size
   attention = wide * (N + 2 * K) * H + N * H * D
-  return 2 * (attention + 3 * D * c.mlp_size) + 4 * N * H * T / 2
+  mlps = max(getattr(c, "experts_per_token", 0), 1)
+  return 2 * (attention + 3 * D * c.mlp_size * mlps) + 4 * N * H * T / 2
 
 
 def flops_per_token(
@@ -82,7 +83,7 @@ def flops_per_token(
   scored = (c.anchor_rows or T) / T
   passes = 1 + (c.unroll_steps - 1) * scored
   wide = 2 * D if drafter.kind == "eagle3" else D
-  fused = 2 * D * D * (max(len(drafter.taps), 2))
+  fused = 2 * D * D * (len(drafter.taps) or 2)
   block = layer_flops(drafter, wide, T)
   if drafter.kind == "eagle":
     drafted = 3 * passes * (block + fused)
@@ -133,7 +134,10 @@ def explain(folder: pathlib.Path, c: TrainConfig, facts: dict) -> None:
   }
   (folder / "run.json").write_text(json.dumps(run | facts, indent=1) + "\n")
   config = json.dumps(dataclasses.asdict(c), indent=1)
-  (folder / "config.json").write_text(config + "\n")
+  # last and whole: its presence tells a later start that this is a run
+  part = folder / "config.part"
+  part.write_text(config + "\n")
+  part.replace(folder / "config.json")
 
 
 def cut_log(file: pathlib.Path, step: int) -> None:
