@@ -24,6 +24,7 @@ def interruptible() -> Iterator[list[bool]]:
 def chat(session: Session) -> None:
   """Turn after turn until the input ends; Ctrl-C stops an answer."""
   o = session.o
+  engine = session.generator.engine  # chooses the tree before the first turn
   say(
     "chat with the target; /new starts over, Ctrl-C stops an answer, Ctrl-D"
     " ends"
@@ -55,7 +56,7 @@ def chat(session: Session) -> None:
       turn,
     )
     try:
-      session.generator.engine.check(request)
+      engine.check(request)
     except InputError as e:
       say(f"{e}; this turn is dropped (/new starts over)")
       messages.pop()
@@ -66,14 +67,14 @@ def chat(session: Session) -> None:
         print(new, end="", flush=True)
         return bool(pressed)
 
-      compiled = session.generator.engine.compile_seconds
+      compiled = engine.compile_seconds
       answer = session.generator.run(
         [request], [line], o.stop, emit, reuse=True
       )[0]
     print()
     r = answer.result
     totals = Totals(1, len(r.token_ids), len(r.accept_lengths), r.seconds)
-    compiled = session.generator.engine.compile_seconds - compiled
+    compiled = engine.compile_seconds - compiled
     say(totals.line(False, compiled))
     messages.append({"role": "assistant", "content": answer.text})
     turn += 1

@@ -43,7 +43,7 @@ def run(o: DecodeOptions) -> None:
     for sample in range(o.num_samples)
   ]
   for request, _ in pairs:
-    session.generator.engine.check(request)
+    session.check(request)
   totals = Totals()
   with contextlib.ExitStack() as stack:
     sink = None

@@ -1,6 +1,7 @@
 """Models loaded for a set of options, and the figures of what they decode."""
 
 import dataclasses
+import functools
 import sys
 
 from eagle_jax import choice, generation, loading, text
@@ -9,6 +10,7 @@ from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
 from eagle_jax.options import DecodeOptions
 from eagle_jax.speculation.requests import Request
+from eagle_jax.speculation.tree import TreeSpec
 
 
 def say(line: str) -> None:
@@ -31,9 +33,9 @@ class Session:
     )
     sizes = (o.tree_nodes, o.tree_levels, o.tree_branch)
     given = any(s is not None for s in sizes)
-    auto = o.tree == "auto" and not given and o.method == "eagle"
+    self.auto = o.tree == "auto" and not given and o.method == "eagle"
     kind = "dynamic" if o.tree == "auto" else o.tree
-    spec = None if auto else generation.tree_spec(kind, *sizes)
+    self.spec = None if self.auto else generation.tree_spec(kind, *sizes)
     drafter = o.drafter
     default = loading.is_default(o.target)
     if o.method == "eagle" and drafter is None and not default:
@@ -44,20 +46,38 @@ class Session:
     target = loading.load_target(
       o.target, o.dtype or loading.default_dtype(), say
     )
-    found = None
+    self.target, self.drafter = target, None
     if o.method == "eagle":
-      found = loading.load_drafter(
+      self.drafter = loading.load_drafter(
         drafter or loading.DEFAULT_DRAFTER, target, say
       )
-    if auto:
-      spec = choice.spec(target, found, o.batch_size, say, o.verbose)
-    make = lambda method: Generator(
-      target, found, method, spec, o.batch_size, o.context, o.ignore_eos
-    )
-    self.generator = make(o.method)
-    self.plain = make("plain") if o.compare else None
     self.tokenizer = target.tokenizer
     self.piece = text.piece(target.tokenizer)
+    plain = self._generator("plain", None)
+    self.check = plain.engine.check  # needs no tree, so comes before its choice
+    self.plain = plain if o.compare else None
+
+  def _generator(self, method: str, spec: TreeSpec | None) -> Generator:
+    o = self.o
+    return Generator(
+      self.target,
+      self.drafter,
+      method,
+      spec,
+      o.batch_size,
+      o.context,
+      o.ignore_eos,
+    )
+
+  @functools.cached_property
+  def generator(self) -> Generator:
+    """What answers; `--tree auto` times passes at the first use."""
+    o, spec = self.o, self.spec
+    if self.auto:
+      spec = choice.spec(
+        self.target, self.drafter, o.batch_size, say, o.verbose
+      )
+    return self._generator(o.method, spec)
 
   def request(self, prompt, number: int, sample: int) -> tuple[Request, str]:
     """A request and the prompt's name in the output."""
