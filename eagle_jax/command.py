@@ -44,6 +44,7 @@ def run(o: DecodeOptions) -> None:
   ]
   for request, _ in pairs:
     session.check(request)
+  engines = [g.engine for g in (session.generator, session.plain) if g]
   totals = Totals()
   with contextlib.ExitStack() as stack:
     sink = None
@@ -57,7 +58,6 @@ def run(o: DecodeOptions) -> None:
     for at in range(0, len(pairs), o.batch_size):
       group = pairs[at : at + o.batch_size]
       _group(session, group, len(pairs) > 1, totals, sink)
-  engines = [g.engine for g in (session.generator, session.plain) if g]
   say(totals.line(o.compare, sum(e.compile_seconds for e in engines)))
   if o.verbose:
     for engine in engines:

@@ -163,6 +163,14 @@ def check(o: DecodeOptions) -> None:
       raise InputError(f"output folder {folder} does not exist: make it first")
     if os.path.isdir(o.output):
       raise InputError(f"output {o.output!r} is a folder: name a file")
+    try:
+      os.lstat(o.output)
+    except FileNotFoundError:
+      pass
+    except OSError as e:
+      raise InputError(
+        f"output {o.output!r} cannot be written ({e.strerror})"
+      ) from None
 
 
 CHAT_LACKS = ("raw", "num_samples", "batch_size", "output", "compare", "show")

@@ -316,8 +316,6 @@ class Engine:
     """
     if not 1 <= cycles <= CHUNK:
       raise ValueError(f"cycles {cycles} must be from 1 to {CHUNK}")
-    if self.mesh is not None:
-      raise InputError("a running batch is for one device: leave out the mesh")
     for request in requests:
       self.check(request)
     results: list[Result] = []
@@ -509,6 +507,8 @@ class Engine:
     """
     if not 1 <= cycles <= CHUNK:
       raise ValueError(f"cycles {cycles} must be from 1 to {CHUNK}")
+    if self.mesh is not None:
+      raise InputError("a running batch is for one device: leave out the mesh")
     B, m = self.batch_size, self.models
     rows: list[_Row | None] = [None] * B
     state, capacity, longest = None, 0, 0

@@ -458,6 +458,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   out = pathlib.Path(c.out).absolute()
   configs.same_run(c, out / "config.json")
   run, state = build(c, say)
+  decoder = make_decoder(run, state)  # refuses before anything is written
   index, count = run.share
   rows = data.iterator(
     run.corpus.packed, c.batch_size, c.seed, index, count, c.epochs
@@ -488,7 +489,6 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
       progress.state, position, progress.best_tau = found
       rows.set_state(position)
       say(f"resumed at step {int(progress.state.step)} of {run.total}")
-    decoder = make_decoder(run, progress.state)
     step = int(progress.state.step)
     tokens = c.batch_size * c.row_length
     with watch.Journal(out, run.total, step, tokens, flops) as journal:
