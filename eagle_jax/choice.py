@@ -21,6 +21,7 @@ from eagle_jax import costs, generation, loading, machine, text
 from eagle_jax.bench import suites
 from eagle_jax.checkpoints import gguf_target, tensors
 from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.files import write_whole
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation.requests import Request
 from eagle_jax.speculation.tree import TreeSpec
@@ -87,13 +88,7 @@ def save_acceptance(
     "by_rank": seen.by_rank().round(4).tolist(),
     "tau": {n: round(t, 4) for n, t in acceptance.tokens_a_pass(seen).items()},
   }
-  _write(folder / loading.ACCEPTANCE, found)
-
-
-def _write(file: pathlib.Path, value: dict) -> None:
-  part = file.with_suffix(".part")
-  part.write_text(json.dumps(value) + "\n", encoding="utf-8")
-  part.replace(file)
+  write_whole(folder / loading.ACCEPTANCE, json.dumps(found) + "\n")
 
 
 def taus_of(
@@ -163,7 +158,8 @@ def choose(
   name, rate = best(taus, timed)
   made = Choice(name, taus[name], rate, 1 / timed.plain(), timed)
   file.parent.mkdir(parents=True, exist_ok=True)
-  _write(file, key | {"choice": dataclasses.asdict(made)})
+  kept = key | {"choice": dataclasses.asdict(made)}
+  write_whole(file, json.dumps(kept) + "\n")
   return made
 
 

@@ -11,6 +11,7 @@ from eagle_jax import choice, generation, loading, machine, script
 from eagle_jax.bench import measure, peer, suites
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
+from eagle_jax.files import write_whole
 from eagle_jax.generation import Generator
 from eagle_jax.speculation.requests import Request
 
@@ -193,9 +194,7 @@ def run(F: flags.FlagValues) -> None:
       "bench.json": json.dumps(figures, indent=1),
       "bench.md": table(figures),
     }.items():
-      part = out / f"{name}.part"
-      part.write_text(content + "\n", encoding="utf-8")
-      part.replace(out / name)
+      write_whole(out / name, content + "\n")
 
   for name, questions in asked.items():
     # Warm up: compiles what the longest prompt needs and touches all weights.

@@ -9,6 +9,7 @@ from eagle_jax import sharding
 from eagle_jax.bench import lowering, roofline
 from eagle_jax.bench.lowering import Shapes
 from eagle_jax.errors import InputError
+from eagle_jax.files import write_whole
 
 WHAT = ("plain", "decode", "train")
 
@@ -80,9 +81,7 @@ class Results:
     if self.file is None:
       return
     self.file.parent.mkdir(parents=True, exist_ok=True)
-    part = self.file.with_suffix(".part")
-    part.write_text(json.dumps(self.found, indent=1) + "\n")
-    part.replace(self.file)
+    write_whole(self.file, json.dumps(self.found, indent=1) + "\n")
     markdown = self.file.with_suffix(".md")
     markdown.write_text(table(self.found, configs) + "\n")
 

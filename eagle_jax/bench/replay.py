@@ -27,6 +27,7 @@ from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
+from eagle_jax.files import write_whole
 from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
@@ -296,9 +297,7 @@ def plain_answers(
   else:
     plain = Generator(target, None, "plain", None, batch_size).engine
     answers = [r.token_ids for r in plain.generate(requests)]
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(answers) + "\n")
-    part.replace(file)
+    write_whole(file, json.dumps(answers) + "\n")
   return Known(requests, answers)
 
 

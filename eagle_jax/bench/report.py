@@ -21,6 +21,7 @@ from eagle_jax.bench import measure, page, plots, replay, sections, suites
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import INPUTS, Sampling
 from eagle_jax.errors import InputError
+from eagle_jax.files import write_whole
 from eagle_jax.loading import LoadedTarget
 
 TITLE = "EAGLE, measured"
@@ -96,9 +97,7 @@ def _write(
     "report.md": page.as_markdown(TITLE, lines, parts),
     "report.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
   }.items():
-    part = out / f"{file}.part"
-    part.write_text(content, encoding="utf-8")
-    part.replace(out / file)
+    write_whole(out / file, content)
 
 
 def run(f: flags.FlagValues) -> None:

@@ -171,7 +171,6 @@ def load(
   folder: pathlib.Path,
   target: TargetConfig,
   target_params: dict,
-  put=jnp.asarray,
 ) -> LoadedDrafter:
   """A drafter of any layout, ready to run behind its target.
 
@@ -182,7 +181,7 @@ def load(
   dtype = jnp.dtype(target.dtype)
   params = tensors.nest(
     {
-      path: put(np.ascontiguousarray(a.astype(dtype)))
+      path: jnp.asarray(np.ascontiguousarray(a.astype(dtype)))
       for path, a in stored.weights.items()
     }
   )

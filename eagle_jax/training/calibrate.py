@@ -25,6 +25,7 @@ from eagle_jax import choice, loading, script
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.errors import InputError
+from eagle_jax.files import write_whole
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
@@ -106,9 +107,7 @@ def write(folder: pathlib.Path, strength: float, notes: dict) -> None:
   file = folder / "config.json"
   raw = json.loads(file.read_text())
   raw["eagle_jax"] |= {"draft_noise": strength, "calibration": notes}
-  part = file.with_suffix(".part")
-  part.write_text(json.dumps(raw, indent=1) + "\n")
-  part.replace(file)
+  write_whole(file, json.dumps(raw, indent=1) + "\n")
 
 
 def _run(f) -> None:

@@ -66,10 +66,12 @@ class Report:
 class Corpus:
   """Tokenised chats.
 
-  source: documents by number. lengths: int32[n], their tokens. counts:
-  int64[V], how often each id carries loss.
+  fingerprint: of the data, tokenizer and template. source: documents by number.
+  lengths: int32[n], their tokens. counts: int64[V], how often each id carries
+  loss.
   """
 
+  fingerprint: str
   source: Sequence[Document]
   lengths: np.ndarray
   counts: np.ndarray
@@ -361,6 +363,7 @@ def prepare(
       f" {max_bad_rows}); python -m eagle_jax.training.dataset lists them"
     )
   return Corpus(
+    place.name,
     Stored(place / "tokenized_chats" / VERSION),
     facts["lengths"],
     facts["counts"],

@@ -39,23 +39,26 @@ class Cache:
     folder: pathlib.Path,
     target: Target,
     params: dict,
-    packed: Packed,
     fingerprint: str,
     kind: str,
-    say,
   ):
-    rows, T = len(packed), packed.T
     D = target.config.hidden_size
     key = json.dumps([fingerprint, target.taps]).encode()
     self.folder = folder / hashlib.sha256(key).hexdigest()[:16]
     self.folder.mkdir(parents=True, exist_ok=True)
-    size = rows * T * D * (len(target.taps) + 1) * 2
-    say(f"features of {rows} rows in {self.folder}: {size / 1e9:.2f} GB in all")
+    self.width = D * (len(target.taps) + 1)
     self.params = params
     self.run = jax.jit(lambda p, t, d, x: target_features(target, p, t, d, x))
     # what the drafter fuses: the taps, or the final feature
     self.fused = slice(0, -D) if kind == "eagle3" else slice(-D, None)
     self.final = slice(-D, None)
+
+  def describe(self, packed: Packed) -> str:
+    rows = len(packed)
+    size = rows * packed.T * self.width * np.dtype(np.float16).itemsize
+    return (
+      f"features of {rows} rows in {self.folder}: {size / 1e9:.2f} GB in all"
+    )
 
   def file(self, row: dict[str, np.ndarray]) -> pathlib.Path:
     held = row["tokens"].tobytes() + row["documents"].tobytes()

@@ -20,7 +20,6 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -75,7 +74,7 @@ class Run:
   """All that a run reads and never changes; placed and compiled.
 
   places: shardings of the TrainState. share: of each batch, `batches.share`.
-  kept_train, kept_held: features on disk, or None.
+  kept: features on disk, or None.
   """
 
   config: TrainConfig
@@ -85,12 +84,10 @@ class Run:
   networks: Networks
   corpus: Corpus
   frozen: Frozen
-  optimizer: optax.GradientTransformation
   places: TrainState
   total: int
   share: tuple[int, int]
-  kept_train: Kept | None
-  kept_held: Kept | None
+  kept: Kept | None
   train_step: Callable
   eval_step: Callable
 
@@ -134,7 +131,8 @@ def read_corpus(
 
   trained = read(c.data)
   packed = trained.pack(T, c.pack_window, c.long_chats, c.max_chats)
-  held = read(c.heldout).pack(T, c.pack_window, c.long_chats, 0)
+  spared = read(c.heldout)
+  held = spared.pack(T, c.pack_window, c.long_chats, 0)
   counts = trained.counts_of(V)
   vocabulary = data.draft_vocabulary(counts, min(c.draft_vocab_size, V))
   # Packing sorts by length: evaluate on rows of all lengths.
@@ -143,11 +141,8 @@ def read_corpus(
   first = packed.take(np.arange(min(len(packed), 256)))
   _check_rows(first, c.unroll_steps, "data")
   _check_rows(held.take(rows), c.unroll_steps, "heldout")
-  digests = [
-    dataset.fingerprint([str(s) for s in sources], target.tokenizer)
-    for sources in (c.data, c.heldout)
-  ]
-  return Corpus(packed, held, " ".join(digests), counts, vocabulary, rows)
+  both = f"{trained.fingerprint} {spared.fingerprint}"
+  return Corpus(packed, held, both, counts, vocabulary, rows)
 
 
 def longest_answer(rows: dict[str, np.ndarray]) -> int:
@@ -230,19 +225,20 @@ def drafter_config(
 
 
 def _kept_features(
-  c: TrainConfig, out: pathlib.Path, target: LoadedTarget, packed: Packed, say
+  c: TrainConfig, out: pathlib.Path, target: LoadedTarget, corpus: Corpus, say
 ) -> Kept | None:
   if c.features == "online":
     return None
-  return features.Cache(
+  kept = features.Cache(
     out.parent / "features",
     Target(target.config, taps_of(c, target.config)),
     target.params,
-    packed,
     target.fingerprint(),
     c.kind,
-    say,
   )
+  for packed in (corpus.packed, corpus.held):
+    say(kept.describe(packed))
+  return kept
 
 
 def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
@@ -303,12 +299,10 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
     networks=n,
     corpus=corpus,
     frozen=frozen,
-    optimizer=optimizer,
     places=places,
     total=total,
     share=share,
-    kept_train=_kept_features(c, out, target, corpus.packed, say),
-    kept_held=_kept_features(c, out, target, corpus.held, say),
+    kept=_kept_features(c, out, target, corpus, say),
     train_step=steps.jit_train_step(
       steps.make_train_step(c, n, optimizer, mesh), places, frozen_places, mesh
     ),
@@ -322,10 +316,10 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
 # Pieces of a step -------------------------------------------------------------
 
 
-def batch_of(run: Run, rows: dict[str, np.ndarray], kept: Kept | None):
+def batch_of(run: Run, rows: dict[str, np.ndarray]):
   """This process's rows as part of the global batch."""
   place = sharding.batch(run.mesh, "train")
-  found = kept(rows) if kept else None
+  found = run.kept(rows) if run.kept else None
   return batches.to_devices(rows, found, run.config.dtype, place)
 
 
@@ -338,7 +332,7 @@ def evaluate(run: Run, state: TrainState) -> dict:
   for at in range(0, len(rows), size):
     taken = run.corpus.held.take(rows[at : at + size])
     taken = {k: v[mine] for k, v in batches.padded(taken, size).items()}
-    batch = batch_of(run, taken, run.kept_held)
+    batch = batch_of(run, taken)
     reports.append(run.eval_step(state.params, run.frozen, batch))
   summed = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(reports))
   return losses.figures(summed)
@@ -521,7 +515,7 @@ def _steps(
       journal.show(figures)
 
   for step in range(int(progress.state.step) + 1, run.total + 1):
-    batch = batch_of(run, next(rows), run.kept_train)
+    batch = batch_of(run, next(rows))
     progress.state, report = run.train_step(progress.state, run.frozen, batch)
     journal.tick()
     if pending:

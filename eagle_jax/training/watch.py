@@ -16,6 +16,7 @@ import tqdm
 
 from eagle_jax import __version__
 from eagle_jax.config import DrafterConfig, LayerConfig, TargetConfig
+from eagle_jax.files import write_whole
 from eagle_jax.training.config import TrainConfig
 
 # Dense bfloat16 FLOP/s of one device, by the beginning of its device_kind,
@@ -135,9 +136,7 @@ def explain(folder: pathlib.Path, c: TrainConfig, facts: dict) -> None:
   (folder / "run.json").write_text(json.dumps(run | facts, indent=1) + "\n")
   config = json.dumps(dataclasses.asdict(c), indent=1)
   # last and whole: its presence tells a later start that this is a run
-  part = folder / "config.part"
-  part.write_text(config + "\n")
-  part.replace(folder / "config.json")
+  write_whole(folder / "config.json", config + "\n")
 
 
 def cut_log(file: pathlib.Path, step: int) -> None:
@@ -152,9 +151,7 @@ def cut_log(file: pathlib.Path, step: int) -> None:
       continue
     if row["step"] <= step:
       kept.append(line)
-  part = file.with_suffix(".part")
-  part.write_text("".join(line + "\n" for line in kept))
-  part.replace(file)
+  write_whole(file, "".join(line + "\n" for line in kept))
 
 
 class Journal:
