@@ -12,6 +12,7 @@ from refusals import refused
 
 from eagle_jax import loading
 from eagle_jax.config import Sampling
+from eagle_jax.speculation import engine as engines_module
 from eagle_jax.speculation import tree
 from eagle_jax.speculation.engine import Engine
 from eagle_jax.speculation.requests import Request
@@ -200,6 +201,23 @@ def test_requests_are_served_as_they_come(engine):
     assert found[number].token_ids == alone.token_ids
     assert found[number].accept_lengths == alone.accept_lengths
     assert found[number].finish_reason == alone.finish_reason
+
+
+def test_the_caches_shrink_when_the_long_rows_have_ended(engine, monkeypatch):
+  """The rows that stay give what they give alone, those that come too."""
+  monkeypatch.setattr(engines_module, "SMALLEST_CAPACITY", 64)
+  lengths = [(100, 9), (10, 40), (10, 3), (20, 30), (5, 30)]
+  waiting = [
+    Request(engines.prompt(i, n), new, Sampling(1.0), 1, i)
+    for i, (n, new) in enumerate(lengths)
+  ]
+  wanted = list(waiting)
+  source = lambda: waiting.pop(0) if waiting else None
+  found = {r.number: result for r, result in engine.serve(source, 2)}
+  assert ("resize", 128, 64) in engine.programs
+  for request in wanted:
+    alone = engine.generate([request])[0]
+    assert found[request.number].token_ids == alone.token_ids
 
 
 def test_temperatures():

@@ -7,8 +7,8 @@ after the turns written anew before it:
   in    u1 a1 u2 a2        out   u1 A1 u2 A2     A2 follows u1 A1 u2
 
 Rows are `chats.read_chat` rows, or {"turns": [texts]} with the user's turns.
-Rows are decoded `--batch_size` at a time; one that ends makes room for the
-next at once. The noise of an answer is keyed by the seed, the row's line in
+Rows are decoded `--batch_size` at a time, long ones first; one that ends makes
+room for the next at once. The noise of an answer is keyed by the seed, the row's line in
 the file and its turn, so that it depends on no batch. A row is appended to
 `--out` when its last answer is there; a run that was killed goes on with the
 rows that are missing.
@@ -271,7 +271,9 @@ def run(
     say(f"{where}: {reason}; dropped")
 
   def talks() -> Iterator[Talk]:
-    for where, row in rows:
+    # All rows of a batch pay for the longest: like with like, and at the end,
+    # when rows stay empty, the short ones.
+    for where, row in sorted(rows, key=lambda r: -len(str(r[1]))):
       line = int(where.rsplit(":", 1)[1])
       if line in output.lines:
         continue
