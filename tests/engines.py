@@ -15,8 +15,7 @@ from eagle_jax.speculation.engine import Engine
 from eagle_jax.speculation.requests import Request
 
 # A quarter of the compile time; the maths is the same.
-FAST = {
-  "xla_cpu_experimental_ynn_fusion_type": "",
+FAST = engine.compiler_options("cpu") | {
   "xla_backend_optimization_level": 0,
   "xla_cpu_use_fusion_emitters": False,
 }

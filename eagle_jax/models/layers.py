@@ -243,13 +243,29 @@ class Embed(nn.Module):
     return self.embedding[ids].astype(self.dtype)
 
   def scores(self, x: Array) -> Array:
-    """float32[..., V]: x against every row (the transposed table)."""
-    return jnp.einsum(
-      "...D,VD->...V",
+    """float32[..., V]: x against every row (the transposed table).
+
+    On CPU the table is the left operand: XLA's Eigen path takes 20 ms instead
+    of 142 for 2 to 6 rows of x and 53 instead of 62 for 64 (V 49,152, D 576).
+    """
+    table = self.embedding.astype(self.dtype)
+    exact = {
+      "precision": precision(self.dtype),
+      "preferred_element_type": jnp.float32,
+    }
+
+    def table_first(x: Array, table: Array) -> Array:
+      rows = x.reshape(-1, x.shape[-1])
+      scores = jnp.einsum("VD,XD->VX", table, rows, **exact)
+      # else XLA swaps the operands back to save the transposition
+      scores = jax.lax.optimization_barrier(scores)
+      return scores.T.reshape(*x.shape[:-1], -1)
+
+    return jax.lax.platform_dependent(
       x,
-      self.embedding.astype(self.dtype),
-      precision=precision(self.dtype),
-      preferred_element_type=jnp.float32,
+      table,
+      cpu=table_first,
+      default=lambda x, t: jnp.einsum("...D,VD->...V", x, t, **exact),
     )
 
 

@@ -8,10 +8,10 @@ after the turns written anew before it:
 
 Rows are `chats.read_chat` rows, or {"turns": [texts]} with the user's turns.
 Rows are decoded `--batch_size` at a time, long ones first; one that ends makes
-room for the next at once. The noise of an answer is keyed by the seed, the row's line in
-the file and its turn, so that it depends on no batch. A row is appended to
-`--out` when its last answer is there; a run that was killed goes on with the
-rows that are missing.
+room for the next at once. The noise of an answer is keyed by the seed, the
+row's line in the file and its turn, so that it depends on no batch. A row is
+appended to `--out` when its last answer is there; a run that was killed goes
+on with the rows that are missing.
 """
 
 import collections
