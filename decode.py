@@ -28,6 +28,12 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   "prompt_ids", None, "Comma-separated token ids: no tokenizer is needed."
 )
+flags.DEFINE_integer(
+  "drafter_window",
+  None,
+  "The drafter sees only so many of the last tokens (for contexts far longer"
+  " than it was trained on); default: as trained.",
+)
 flags.DEFINE_integer("max_new_tokens", 512, "Exact upper bound of an answer.")
 flags.DEFINE_float("temperature", 0.0, "0 = greedy.")
 flags.DEFINE_integer("top_k", 0, "Keep the k best tokens; 0 = off.")

@@ -166,14 +166,25 @@ def drafter_folder(name: str) -> pathlib.Path:
   return SHIPPED / name if name in shipped() else _folder(name, "drafter")
 
 
-def load_drafter(name: str, target: LoadedTarget, say) -> LoadedDrafter:
+def load_drafter(
+  name: str, target: LoadedTarget, say, window: int | None = None
+) -> LoadedDrafter:
   """A shipped drafter by name, a folder, or a hub name; of any layout.
 
   Says so where the drafter was trained with another chat template: that
   costs acceptance, not correctness.
+
+  Args:
+    window: the drafter sees only so many of the last tokens, as those it was
+      trained on; None = what its config says.
   """
+  if window is not None and window < 1:
+    raise InputError(f"drafter_window {window} must be at least 1")
   folder = drafter_folder(name)
   drafter = drafters.load(folder, target.config, target.params)
+  if window is not None:
+    config = dataclasses.replace(drafter.config, sliding_window=window)
+    drafter = dataclasses.replace(drafter, config=config)
   trained_with = drafter.notes.get("chat_template")
   now = getattr(target.tokenizer, "chat_template", None)
   if trained_with is not None and now is not None and trained_with != now:

@@ -17,6 +17,7 @@ class DecodeOptions:
 
   target: str = loading.DEFAULT_TARGET
   drafter: str | None = None
+  drafter_window: int | None = None
   prompt: str | None = None
   prompts_file: str | None = None
   prompt_ids: str | None = None

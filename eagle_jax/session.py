@@ -49,7 +49,7 @@ class Session:
     self.target, self.drafter = target, None
     if o.method == "eagle":
       self.drafter = loading.load_drafter(
-        drafter or loading.DEFAULT_DRAFTER, target, say
+        drafter or loading.DEFAULT_DRAFTER, target, say, o.drafter_window
       )
     self.tokenizer = target.tokenizer
     self.piece = text.piece(target.tokenizer)

@@ -19,11 +19,16 @@ DOCUMENTED = {
   "diverged",
   *("ratio_to_plain", "ratio_low", "ratio_high"),
 }
-MORE = {"tau_without_loops", "cycles", "near_ties"}
+MORE = {"tau_without_loops", "tau_by_context", "cycles", "near_ties"}
 
 
 def row(
-  accept_lengths, seconds=1.0, tokens=None, divergence=None, question=0
+  accept_lengths,
+  seconds=1.0,
+  tokens=None,
+  divergence=None,
+  question=0,
+  prompt_tokens=5,
 ) -> Row:
   n = 1 + sum(a + 1 for a in accept_lengths)
   return Row(
@@ -33,6 +38,7 @@ def row(
     divergence,
     question,
     seconds,
+    prompt_tokens,
   )
 
 
@@ -71,12 +77,12 @@ def test_tau_without_loops_cuts_the_tail():
   assert measure.until_loop(ids) == 50
   # No draft accepted before the loop, 3 in each cycle inside it:
   accepts = [0] * 29 + [3] * 10
-  rows = [Row(ids, accepts, 1.0, None, 0, 1.0)]
+  rows = [Row(ids, accepts, 1.0, None, 0, 1.0, 5)]
   assert measure.tau(rows) == 69 / 39
   # 49 tokens kept after prefill's: 29 cycles of one, five of four
   assert measure.tau(rows, loops=False) == 49 / 34
   # a cut inside a cycle counts the cycle and the tokens before the cut
-  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None, 0, 1.0)]
+  inside = [Row(ids, [0] * 29 + [2] * 13 + [0], 1.0, None, 0, 1.0, 5)]
   assert measure.tau(inside, loops=False) == 49 / (29 + 7)
   assert measure.tau([row([1, 1])], loops=False) == 2.0
 
@@ -105,6 +111,34 @@ def test_accept_by_depth():
     ]
     got = measure.accept_by_depth(rows)
     np.testing.assert_allclose(got, accept_by_depth(rows))
+
+
+def tau_by_context(rows):
+  """Twin: walk along each answer, cycle by cycle."""
+  kept = collections.defaultdict(list)
+  for r in rows:
+    at = r.prompt_tokens
+    for a in r.accept_lengths:
+      kept[max(e for e in measure.EDGES if e <= at)].append(a + 1)
+      at += a + 1
+  return {
+    str(e): {"tau": float(np.mean(k)), "cycles": len(k)}
+    for e, k in sorted(kept.items())
+  }
+
+
+def test_tau_by_context():
+  # cycles begin at 254 and 255 tokens, then at 257
+  got = measure.tau_by_context([row([0, 1, 3], prompt_tokens=254)])
+  assert got["0"] == {"tau": 1.5, "cycles": 2}
+  assert got["256"] == {"tau": 4.0, "cycles": 1}
+  assert measure.tau_by_context([row([])]) == {}
+  rng = np.random.default_rng(3)
+  rows = [
+    row(rng.geometric(0.5, 90) - 1, prompt_tokens=int(n))
+    for n in rng.integers(0, 9000, 40)
+  ]
+  assert measure.tau_by_context(rows) == tau_by_context(rows)
 
 
 def test_ratio():

@@ -501,6 +501,7 @@ HI = ("--prompt", "hi")
     ([*HI, "--output=."], ["output '.' is a folder"]),
     ([*HI, f"--output={'x' * 300}"], ["cannot be written"]),
     ([*HI, "--config=none.py"], ["config 'none.py' is not a file"]),
+    ([*HI, "--drafter_window=0"], ["drafter_window 0 must be at least 1"]),
     ([], ["chat takes no --output"]),
   ],
 )

@@ -1,5 +1,7 @@
 """Replay gives the accept lengths of real decoding, without verifying."""
 
+import types
+
 import engines
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ from eagle_jax.speculation.requests import Request
 SPECS = {"dynamic": engines.DYNAMIC, "chain": tree.chain(2)}
 
 
-def test_accept_lengths_are_those_of_decoding():
+@pytest.mark.parametrize("window", [None, 4])
+def test_accept_lengths_are_those_of_decoding(window):
   target = engines.target()
-  drafter = tiny.drafter(target)
+  drafter = tiny.drafter(target, sliding_window=window)
   requests = [
     Request(engines.prompt(i, 5 + 3 * i), 30, s, seed=4, number=i)
     for i, s in enumerate(
@@ -36,6 +39,27 @@ def test_accept_lengths_are_those_of_decoding():
       for row, result in zip(got[name], real, strict=True):
         assert row.tokens == result.token_ids
         assert row.accept_lengths == result.accept_lengths
+
+
+def test_earlier_turns_fill_a_prompt_with_whole_chats(monkeypatch):
+  count = lambda tokenizer, messages: (
+    [0] * sum(len(m["content"].split()) for m in messages)
+  )
+  monkeypatch.setattr(replay.text, "encode_messages", count)
+  target = types.SimpleNamespace(tokenizer=None)
+  chat = lambda n: [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a " * (n - 1)},
+  ]
+  question = replay.suites.Question(7, "", ("one two three",))
+  turns = lambda tokens, *sizes: replay.earlier_turns(
+    target, [chat(n) for n in sizes], question, tokens
+  )
+  assert turns(2, 4) == []  # the question itself is longer
+  assert turns(12, 4, 9, 5) == chat(4) + chat(5)  # 12 in all; 9 does not fit
+  assert turns(11, 4, 9, 5) == chat(4)
+  request = replay.first_turn(target, question, Sampling(), 8, 0, chat(4))
+  assert len(request.prompt_ids) == 7
 
 
 def test_answers_are_kept_and_keyed_by_what_made_them(tmp_path, monkeypatch):

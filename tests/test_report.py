@@ -294,7 +294,7 @@ def test_claims_are_told_plainly():
   assert "- **does NOT hold**: a < b two detail" in markdown
   assert "| \\| |" in markdown
   rows = lambda n: [
-    measure.Row([0] * (n + 2), [n], 1.0, None, q, 1.0) for q in range(4)
+    measure.Row([0] * (n + 2), [n], 1.0, None, q, 1.0, 5) for q in range(4)
   ]
   from eagle_jax.bench.sections import _ordered
 

@@ -36,6 +36,7 @@ flags.DEFINE_float("top_p", 1.0, "Keep this much probability; 1 = off.")
 flags.DEFINE_string("out", "bench_out", "Folder of bench.md and bench.json.")
 flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
 flags.DEFINE_string("drafter", None, "As in decode.py.")
+flags.DEFINE_integer("drafter_window", None, "As in decode.py.")
 flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
 flags.DEFINE_float("draft_noise", None, "As in decode.py.")
 flags.DEFINE_integer("tree_nodes", None, "Node budget M of dynamic, uniform.")
@@ -72,6 +73,7 @@ def table(figures: dict) -> str:
         f"| {suite} | plain / transformers | | | | {value:.2f} |"
         f" {low:.2f}-{high:.2f} | | |"
       )
+  lines += _by_context(figures["suites"])
   notes = [
     f"{suite}: {n} later turn{'s' if n > 1 else ''} did not fit the context"
     " and were left out."
@@ -79,6 +81,27 @@ def table(figures: dict) -> str:
     if n
   ]
   return "\n".join(lines + (["", *notes] if notes else []))
+
+
+def _by_context(suites: dict) -> list[str]:
+  """tau by the tokens that a cycle began with; nothing for a single band."""
+  found = {
+    (suite, name): f["tau_by_context"]
+    for suite, methods in suites.items()
+    for name, f in methods.items()
+    if len(f["tau_by_context"]) > 1
+  }
+  used = [
+    str(e) for e in measure.EDGES if any(str(e) in f for f in found.values())
+  ]
+  if not used:
+    return []
+  head = ["suite", "method", *(f"tau from {edge} tokens" for edge in used)]
+  lines = ["", f"| {' | '.join(head)} |", "|---|---|" + "---:|" * len(used)]
+  for (suite, name), by in found.items():
+    cells = [f"{by[e]['tau']:.2f}" if e in by else "" for e in used]
+    lines.append(f"| {' | '.join([suite, name, *cells])} |")
+  return lines
 
 
 def _specs(F: flags.FlagValues) -> dict:
@@ -142,7 +165,7 @@ def run(F: flags.FlagValues) -> None:
     if F.drafter is None and not loading.is_default(F.target):
       raise InputError(f"no drafter for target {F.target!r}: give --drafter")
     drafter = loading.load_drafter(
-      F.drafter or loading.DEFAULT_DRAFTER, target, say
+      F.drafter or loading.DEFAULT_DRAFTER, target, say, F.drafter_window
     )
   if "auto" in specs:
     specs["auto"] = choice.spec(target, drafter, 1, say, verbose=True)
@@ -170,6 +193,7 @@ def run(F: flags.FlagValues) -> None:
   figures = machine.facts() | {
     "target": F.target,
     "drafter": F.drafter or loading.DEFAULT_DRAFTER,
+    "drafter_window": F.drafter_window,
     "dtype": target.config.dtype,
     "seed": F.seed,
     "temperature": F.temperature,

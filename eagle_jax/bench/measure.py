@@ -15,6 +15,8 @@ from eagle_jax.speculation.requests import Request, cut_cycles
 
 LOOP = 20  # an n-gram of that many tokens seen twice is a looping tail
 DRAWS = 2000  # of every bootstrap
+# Tokens committed before a cycle: the first of a band, and the next one's.
+EDGES = (0, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Method(Protocol):
@@ -31,7 +33,8 @@ class Row:
 
   accept_lengths: one a cycle. divergence: None where plain decoding gave the
   same tokens, or was not asked. question: index of the prompt; its turns are
-  resampled together. decode_seconds: after prefill.
+  resampled together. decode_seconds: after prefill. prompt_tokens: before the
+  answer.
   """
 
   tokens: list[int]
@@ -40,6 +43,7 @@ class Row:
   divergence: Divergence | None
   question: int
   decode_seconds: float
+  prompt_tokens: int
 
 
 def until_loop(ids: Sequence[int], n: int = LOOP) -> int:
@@ -120,6 +124,7 @@ def run(
             diverged,
             index,
             r.decode_seconds,
+            len(ids),
           )
         )
       reply = answers[names[0]].text
@@ -143,6 +148,24 @@ def tau(rows: Sequence[Row], loops: bool = True) -> float | None:
     sum(x) for x in zip((0, 0), *(_kept(r, loops) for r in rows), strict=True)
   )
   return tokens / cycles if cycles else None
+
+
+def tau_by_context(rows: Sequence[Row]) -> dict[str, dict]:
+  """{"256": {"tau", "cycles"}, ...}: by the tokens committed before a cycle,
+  from an edge of EDGES to the next; where no cycle began is left out."""
+  at, kept = [], []
+  for row in rows:
+    tokens = np.asarray(row.accept_lengths, int) + 1
+    at.append(row.prompt_tokens + np.cumsum(tokens) - tokens)
+    kept.append(tokens)
+  at, kept = (np.concatenate([*x, np.zeros(0, int)]) for x in (at, kept))
+  out = {}
+  band = np.searchsorted(EDGES, at, side="right") - 1
+  for i, edge in enumerate(EDGES):
+    inside = kept[band == i]
+    if len(inside):
+      out[str(edge)] = {"tau": float(inside.mean()), "cycles": len(inside)}
+  return out
 
 
 def accept_by_depth(rows: Sequence[Row]) -> list[float]:
@@ -223,6 +246,7 @@ def summary(rows: dict[str, list[Row]]) -> dict[str, dict]:
     entry = {
       "tau": tau(mine),
       "tau_without_loops": tau(mine, loops=False),
+      "tau_by_context": tau_by_context(mine),
       "accept_by_depth": accept_by_depth(mine),
       "tokens_per_s": tokens / sum(r.seconds for r in mine),
       "tokens": tokens,

@@ -11,9 +11,11 @@ decoding, up to rounding of near-equal draft scores.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ from eagle_jax.speculation import state as states
 from eagle_jax.speculation.requests import Request
 from eagle_jax.speculation.state import DecodeState, Models
 from eagle_jax.speculation.tree import Tree, TreeSpec
+from eagle_jax.training import chats
 
 READ_ROWS = 4  # of known sequences that the target reads together
 
@@ -244,7 +247,15 @@ def replay(
       )
       for b, i in enumerate(chosen):
         accept_lengths = accepts[b, : cycles[b]].tolist()
-        rows[name][i] = Row(known.answers[i], accept_lengths, 0.0, None, i, 0.0)
+        rows[name][i] = Row(
+          known.answers[i],
+          accept_lengths,
+          0.0,
+          None,
+          i,
+          0.0,
+          len(known.requests[i].prompt_ids),
+        )
   return rows
 
 
@@ -259,9 +270,10 @@ def first_turn(
   sampling: Sampling,
   max_new_tokens: int,
   seed: int,
+  history: Sequence[dict] = (),
 ) -> Request:
-  """The request of a question's first turn."""
-  messages = text.with_system(question.turns[0], None)
+  """The request of a question's first turn, after earlier messages."""
+  messages = [*history, *text.with_system(question.turns[0], None)]
   return Request(
     text.encode_messages(target.tokenizer, messages),
     max_new_tokens,
@@ -269,6 +281,26 @@ def first_turn(
     seed,
     question.number,
   )
+
+
+def earlier_turns(
+  target: LoadedTarget, before: Sequence[list[dict]], question, tokens: int
+) -> list[dict]:
+  """As many whole chats as make a prompt of at most `tokens` tokens.
+
+  Args:
+    before: chats' messages; where they are too few, the prompt is shorter.
+  """
+  history: list[dict] = []
+  length = lambda messages: len(
+    text.encode_messages(
+      target.tokenizer, messages + text.with_system(question.turns[0], None)
+    )
+  )
+  for chat in before:
+    if length(history + chat) <= tokens:
+      history += chat
+  return history
 
 
 def plain_answers(
@@ -279,10 +311,18 @@ def plain_answers(
   seed: int,
   batch_size: int,
   folder: pathlib.Path,
+  histories: Sequence[Sequence[dict]] | None = None,
 ) -> Known:
-  """First turns answered by plain decoding; kept in `folder` for later."""
+  """First turns answered by plain decoding; kept in `folder` for later.
+
+  Args:
+    histories: messages before each question.
+  """
   requests = [
-    first_turn(target, q, sampling, max_new_tokens, seed) for q in questions
+    first_turn(target, q, sampling, max_new_tokens, seed, history)
+    for q, history in zip(
+      questions, histories or [()] * len(questions), strict=True
+    )
   ]
   key = json.dumps(
     [target.fingerprint(), max_new_tokens, seed]
@@ -301,6 +341,14 @@ def plain_answers(
   return Known(requests, answers)
 
 
+def _messages(file: pathlib.Path) -> list[list[dict]]:
+  """The chats of a file, their system turns left out."""
+  return [
+    [m for m in chats.read_chat(row, where).messages if m["role"] != "system"]
+    for where, row in chats.read_jsonl(file)
+  ]
+
+
 def _run(f) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   specs = {name: generation.named_tree(name) for name in f.trees}
@@ -310,17 +358,28 @@ def _run(f) -> None:
     raise InputError("batch_size, max_new_tokens from 1 and limit from 0")
   files = [pathlib.Path(s) for s in f.suite] or [suites.SHIPPED]
   asked = {p.stem: suites.read(p, f.limit) for p in files}
+  if bool(f.history) != bool(f.contexts):
+    raise InputError("--history and --contexts go together: give both")
+  contexts = sorted(map(int, f.contexts)) or [None]
+  before = _messages(pathlib.Path(f.history)) if f.history else []
   noises = [float(n) for n in f.draft_noise] or [None]
   samplings = {
     n: Sampling(f.temperature, top_p=f.top_p, draft_noise=n) for n in noises
   }
   generation.use_compilation_cache()
   target = loading.load_target(f.target, loading.default_dtype(), say)
-  drafter = loading.load_drafter(f.drafter, target, say)
+  drafter = loading.load_drafter(f.drafter, target, say, f.drafter_window)
   out = pathlib.Path(f.out)
   out.mkdir(parents=True, exist_ok=True)
   figures = {}
-  for suite, questions in asked.items():
+  for suite, context in itertools.product(asked, contexts):
+    questions, histories = asked[suite], None
+    if context is not None:
+      histories = [
+        earlier_turns(target, before[i:] + before[:i], q, context)
+        for i, q in enumerate(questions)
+      ]
+      suite = f"{suite} at {context}"
     for noise, sampling in samplings.items():
       known = plain_answers(
         target,
@@ -330,6 +389,7 @@ def _run(f) -> None:
         f.seed,
         f.batch_size,
         out,
+        histories,
       )
       rows = replay(target, drafter, known, specs, f.batch_size)
       for name, mine in rows.items():
@@ -337,6 +397,7 @@ def _run(f) -> None:
         entry = {
           "tau": measure.tau(mine),
           "tau_without_loops": measure.tau(mine, loops=False),
+          "prompt_tokens": float(np.mean([r.prompt_tokens for r in mine])),
           "accept_by_depth": measure.accept_by_depth(mine),
           "prompts": len(mine),
         }
@@ -365,6 +426,15 @@ def _run(f) -> None:
 if __name__ == "__main__":
   flags.DEFINE_multi_string("suite", [], "question.jsonl; default: shipped.")
   flags.DEFINE_list("trees", ["dynamic:60:6:10"], "kind:nodes:levels:branch.")
+  flags.DEFINE_string(
+    "history", None, "Chats, JSONL, that stand before each prompt."
+  )
+  flags.DEFINE_list(
+    "contexts",
+    [],
+    "Tokens of a prompt with its history, such as 256,1024,4096.",
+  )
+  flags.DEFINE_integer("drafter_window", None, "As in decode.py.")
   flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")
   flags.DEFINE_integer("max_new_tokens", 256, "Of each answer.")
   flags.DEFINE_float("temperature", 0.0, "0 = greedy.")
