@@ -29,6 +29,8 @@ def get_config() -> TrainConfig:
     draft_vocab_size=32000,
     train_head=True,
     inputs="feature+token",
+    switches=(),
+    mlp_size=0,
     row_length=2048,
     batch_size=16,
     features="online",

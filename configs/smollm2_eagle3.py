@@ -25,6 +25,8 @@ def get_config() -> TrainConfig:
     init="last_layer",
     train_head=False,
     inputs="feature+token",
+    switches=(),
+    mlp_size=0,
     row_length=512,
     batch_size=1,
     epochs=2,

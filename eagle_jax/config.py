@@ -85,6 +85,7 @@ class TargetConfig(LayerConfig):
 
 
 INPUTS = ("feature+token", "feature+unshifted", "feature", "token")
+SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,19 @@
 """Fixtures that several test files use."""
 
 import json
+import os
 import pathlib
 import types
 
-import jax
-import numpy as np
-import pytest
+# Programs compile in a quarter of the time and run slowly; the maths is the
+# same. What decodes the real model asks for the optimised ones again. Before
+# JAX reads it, and for the processes that tests start.
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{FAST} {os.environ.get('XLA_FLAGS', '')}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared"
 

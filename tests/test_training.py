@@ -68,6 +68,32 @@ def test_export_decodes_losslessly(base, run):
   assert eagle.token_ids == plain.token_ids
 
 
+def test_a_variant_of_another_width_is_trained_and_read_back(base):
+  c = tiny_run.config(
+    base,
+    "variant",
+    kind="eagle3",
+    taps=(0,),
+    init="random",
+    switches=("fc_norm", "norm_output"),
+    mlp_size=24,
+    epochs=1,
+    eval_every=100,
+  )
+  with engines.fast_compiles():
+    loop.train(c, quiet)
+  target = loading.load_target(c.target, "float32", quiet)
+  found = loading.load_drafter(f"{c.out}/drafter", target, quiet).config
+  assert (found.fc_norm, found.norm_output, found.norm_before_fc) == (1, 1, 0)
+  assert found.mlp_size == 24 != target.config.mlp_size
+
+
+def test_a_drafter_of_experts_is_as_wide_as_a_token_meets(base):
+  c = tiny_run.config(base, "none")
+  target = tiny.target(num_experts=4, experts_per_token=2).config
+  assert loop.drafter_config(c, target, 40).mlp_size == 2 * target.mlp_size
+
+
 def test_the_folder_explains_the_run(run):
   assert json.loads((run / "config.json").read_text())["unroll_steps"] == 2
   facts = json.loads((run / "run.json").read_text())
@@ -202,6 +228,9 @@ def test_the_longest_answer_is_found():
     ({"row_length": 512}, "row_length 512 is more than the target's 256 pos"),
     ({"seed": -1}, "seed -1 must be at least 0"),
     ({"inputs": "both"}, "inputs 'both' is unknown"),
+    ({"switches": ("fc_nrm",)}, "switches: 'fc_nrm' is unknown"),
+    ({"switches": ("fc_norm",)}, "variants of kind 'eagle3', not of 'eagle'"),
+    ({"mlp_size": -1}, "mlp_size -1 must be at least 0"),
     ({"schedule": "step"}, "schedule 'step' is unknown"),
     ({"data": ()}, "no data given"),
     ({"heldout": ()}, "no heldout given"),

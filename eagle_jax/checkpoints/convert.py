@@ -28,7 +28,7 @@ from absl import flags
 from eagle_jax import loading, script
 from eagle_jax.checkpoints import drafter_configs, drafters
 from eagle_jax.checkpoints.drafters import StoredDrafter
-from eagle_jax.config import DrafterConfig
+from eagle_jax.config import SWITCHES, DrafterConfig
 from eagle_jax.errors import InputError
 
 LAYOUTS = ("original", "vllm", "sglang", "speculators", "eagle_jax")
@@ -55,7 +55,7 @@ def lacks(stored: StoredDrafter, num_layers: int, to: str) -> list[str]:
   bias3 = {"an fc bias in an EAGLE-3 drafter": config.fc_bias and not eagle}
   own = {
     "original": bias3
-    | {n: getattr(config, n) for n in drafter_configs.SWITCHES}
+    | {n: getattr(config, n) for n in SWITCHES}
     | {
       f"taps {config.taps}": not eagle and config.taps != (2, n // 2, n - 3),
       "rotary scaling": config.rope_scaling is not None,
@@ -87,7 +87,7 @@ def _flat_config(config: DrafterConfig, to: str, dtype: str) -> dict:
       family = "Qwen2" if config.qkv_bias else "Llama"
       raw["architectures"] = [f"{family}ForCausalLMEagle"]
     return raw
-  switches = {n: True for n in drafter_configs.SWITCHES if getattr(config, n)}
+  switches = {n: True for n in SWITCHES if getattr(config, n)}
   if to == "vllm":
     raw["architectures"] = ["Eagle3LlamaForCausalLM"]
     raw["eagle_aux_hidden_state_layer_ids"] = list(config.taps)

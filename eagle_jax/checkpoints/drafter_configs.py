@@ -22,7 +22,6 @@ from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
 
 LAYER = r"(?:model\.)?(?:midlayer|layers\.0)\."
-SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
 def official_taps(num_layers: int) -> tuple[int, int, int]:

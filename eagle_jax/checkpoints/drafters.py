@@ -20,7 +20,7 @@ from eagle_jax.checkpoints.drafter_configs import LAYER
 from eagle_jax.checkpoints.drafter_configs import official_taps as official_taps
 from eagle_jax.checkpoints.hf_target import read_config
 from eagle_jax.checkpoints.tensors import Rule
-from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.config import SWITCHES, DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 
@@ -250,7 +250,7 @@ def own_config(config: DrafterConfig, notes: dict, dtype: str) -> dict:
     "taps": list(config.taps),
     "draft_noise": config.draft_noise,
     "inputs": config.inputs,
-    **{n: True for n in drafter_configs.SWITCHES if getattr(config, n)},
+    **{n: True for n in SWITCHES if getattr(config, n)},
   }
   raw = drafter_configs.flat(config, dtype) | {"eagle_jax": ours}
   if config.inputs != "feature+token":

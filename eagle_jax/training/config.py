@@ -5,7 +5,7 @@ import difflib
 import json
 import pathlib
 
-from eagle_jax.config import INPUTS
+from eagle_jax.config import INPUTS, SWITCHES
 from eagle_jax.errors import InputError
 from eagle_jax.training import data, losses
 
@@ -25,6 +25,8 @@ class TrainConfig:
   init: str  # "last_layer" | "random" | a drafter folder to go on from
   train_head: bool  # else the target's rows stay as they are
   inputs: str  # what a row reads: config.INPUTS; "feature+token" is EAGLE
+  switches: tuple[str, ...]  # variants of "eagle3": config.SWITCHES
+  mlp_size: int  # 0 = the target's; of experts, as many as a token goes through
   # batches
   row_length: int  # T
   batch_size: int  # rows a step, over all devices and processes
@@ -108,6 +110,7 @@ _LEAST = {
   "decode_prompts": 1,
   "decode_tokens": 1,
   "max_chats": 0,
+  "mlp_size": 0,
   "max_bad_rows": 0,
   "loss_chunk": 0,
   "decode_every": 0,
@@ -141,6 +144,16 @@ def check(c: TrainConfig) -> None:
         f"{name} {getattr(c, name)!r} is unknown: use one of"
         f" {', '.join(allowed)}"
       )
+  for name in c.switches:
+    if name not in SWITCHES:
+      raise InputError(
+        f"switches: {name!r} is unknown: use some of {', '.join(SWITCHES)}"
+      )
+  if c.switches and c.kind != "eagle3":
+    raise InputError(
+      f"switches {', '.join(c.switches)} are variants of kind 'eagle3', not of"
+      f" {c.kind!r}"
+    )
   for name in ("data", "heldout"):
     if not getattr(c, name):
       raise InputError(

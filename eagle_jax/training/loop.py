@@ -198,7 +198,12 @@ def taps_of(c: TrainConfig, target: TargetConfig) -> tuple[int, ...]:
 def drafter_config(
   c: TrainConfig, target: TargetConfig, W: int
 ) -> DrafterConfig:
-  """A drafter of the target's layer shape."""
+  """A drafter of the target's layer shape, as far as the config says no other.
+
+  A drafter has one mlp for all tokens; beside a target of experts it is as
+  wide as those that a token goes through.
+  """
+  wide = target.mlp_size * max(target.experts_per_token, 1)
   make = functools.partial(
     DrafterConfig,
     kind=c.kind,
@@ -206,7 +211,7 @@ def drafter_config(
     draft_vocab_size=W,
     taps=taps_of(c, target) if c.kind == "eagle3" else (),
     hidden_size=target.hidden_size,
-    mlp_size=target.mlp_size,
+    mlp_size=c.mlp_size or wide,
     num_heads=target.num_heads,
     num_kv_heads=target.num_kv_heads,
     head_size=target.head_size,
@@ -217,6 +222,7 @@ def drafter_config(
     qkv_bias=target.qkv_bias,
     dtype=c.dtype,
     inputs=c.inputs,
+    **dict.fromkeys(c.switches, True),
   )
   try:
     return make()
