@@ -1,6 +1,5 @@
 """Engines around tiny models: built once a process, compiled cheaply."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -10,23 +9,11 @@ import pytest
 import tiny
 
 from eagle_jax import Sampling, loading
-from eagle_jax.speculation import audit, engine, sampling, tree
+from eagle_jax.speculation import audit, sampling, tree
 from eagle_jax.speculation.engine import Engine
 from eagle_jax.speculation.requests import Request
 
-# A quarter of the compile time; the maths is the same.
-FAST = engine.compiler_options("cpu") | {
-  "xla_backend_optimization_level": 0,
-  "xla_cpu_use_fusion_emitters": False,
-}
 DYNAMIC = tree.dynamic(10, 3, 2)  # most of its pool: all levels occur
-
-
-@contextlib.contextmanager
-def fast_compiles():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(engine, "compiler_options", lambda backend: FAST)
-    yield
 
 
 @pytest.fixture(scope="module", autouse=True)

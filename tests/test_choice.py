@@ -174,8 +174,7 @@ def test_auto_is_measured_once_and_sizes_win(
     )
   )
   spec = lambda s: s.generator.models.spec
-  with engines.fast_compiles():
-    first = spec(make(verbose=True))
+  first = spec(make(verbose=True))
   said = capsys.readouterr().err
   assert "estimating acceptance on 3 answers" in said
   assert "timing verify and draft passes" in said

@@ -16,13 +16,6 @@ from eagle_jax.speculation.requests import Request
 
 KINDS = ("eagle", "eagle3")
 PROMPTS = [engines.prompt(20 + i, n) for i, n in enumerate((9, 3, 14))]
-jit = functools.partial(jax.jit, compiler_options=engines.FAST)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compiles():
-  with engines.fast_compiles():
-    yield
 
 
 def requests(new=20, **sampling):
@@ -31,7 +24,7 @@ def requests(new=20, **sampling):
   ]
 
 
-@jit
+@jax.jit
 def all_features(m, tokens):
   """What the drafter reads, of a whole sequence."""
   attend = masks.Attend(own=masks.Causal())
@@ -43,7 +36,7 @@ def all_features(m, tokens):
   return run(decoding.drafter_reads(m, out), method="fuse")
 
 
-@jit
+@jax.jit
 def draft_alone(m, tokens, features):
   """Drafter outputs and log-probabilities of a sequence, no cache."""
   attend = masks.Attend(own=masks.Causal())

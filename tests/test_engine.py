@@ -25,12 +25,6 @@ PROMPT = engines.prompt(40, 7)
 WARM = Sampling(temperature=0.8, top_k=30, draft_noise=0.5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compiles():
-  with engines.fast_compiles():
-    yield
-
-
 def ask(new):
   return Request(PROMPT, new, WARM, 8)
 

@@ -28,12 +28,6 @@ TREES = ("t60", "t12")
 CLOSE = 5e-4  # score gap below which the order is open (the vectors' README)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compiles():
-  with engines.fast_compiles():
-    yield
-
-
 @pytest.fixture(scope="module")
 def decoded(golden):
   """(case, tree) -> engine, requests, results and all draft trees."""

@@ -6,7 +6,6 @@ they are put on our unrolled outputs and loss terms here.
 
 import re
 
-import engines
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +48,7 @@ def gradients(loaded, frozen, loss_of):
   trained = {k: v for k, v in params.items() if k not in frozen}
   fixed = {k: v for k, v in params.items() if k in frozen}
   run = jax.jit(
-    jax.value_and_grad(lambda p, mask: loss_of(p | fixed, mask), has_aux=True),
-    compiler_options=engines.FAST,
+    jax.value_and_grad(lambda p, mask: loss_of(p | fixed, mask), has_aux=True)
   )
 
   def call(mask):

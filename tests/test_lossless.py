@@ -54,12 +54,6 @@ REQUESTS = [
 CASES = list(itertools.product(("eagle", "eagle3"), TREES))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compiles():
-  with engines.fast_compiles():
-    yield
-
-
 @pytest.fixture(scope="module")
 def plain():
   return engines.build(None)
@@ -70,7 +64,7 @@ def answers(plain):
   return plain.generate(REQUESTS)
 
 
-@functools.partial(jax.jit, compiler_options=engines.FAST)
+@jax.jit
 def _last_logits(m, tokens, last):
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   attend = masks.Attend(own=masks.Causal())

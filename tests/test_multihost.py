@@ -20,7 +20,7 @@ def finished(process) -> str:
 
 
 def on(devices: int) -> str:
-  return f"--xla_force_host_platform_device_count={devices} {tiny_run.FAST}"
+  return f"--xla_force_host_platform_device_count={devices}"
 
 
 def trained(base, out: str) -> list[str]:

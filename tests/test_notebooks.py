@@ -26,11 +26,6 @@ def execute(tmp_path, monkeypatch):
   """
   monkeypatch.setenv("PYTHONPATH", str(ROOT))
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  # compiles in a quarter of the time; the maths is the same
-  quick = "--xla_backend_optimization_level=0"
-  monkeypatch.setenv(
-    "XLA_FLAGS", f"{quick} --xla_cpu_use_fusion_emitters=false"
-  )
 
   def run(name: str, **parameters) -> str:
     book = nbformat.read(ROOT / "tpu" / name, as_version=4)

@@ -13,6 +13,7 @@ import pytest
 from eagle_jax import Sampling, choice, generation, loading
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
+from eagle_jax.speculation import engine
 from eagle_jax.speculation.requests import Request
 
 PROMPTS = (
@@ -26,6 +27,19 @@ SAMPLINGS = (
   Sampling(1.0, top_p=0.95, draft_noise=0.5),
   Sampling(0.7, top_k=50, min_p=0.02, repetition_penalty=1.2),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+  """The programs that users run (conftest.FAST)."""
+  ours = engine.compiler_options("cpu")
+  ours |= {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_use_fusion_emitters": True,
+  }
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(engine, "compiler_options", lambda backend: ours)
+    yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The forecast beside the clock, on the device at hand."""
 
-import engines
 import folders
 
 from eagle_jax import generation, loading
@@ -15,9 +14,8 @@ def test_reads_the_program_that_ran(tmp_path):
   chip = reality.here("float32", 64, 1)
   assert chip.bandwidth > 0
   assert chip.flops > 0
-  with engines.fast_compiles():
-    generator = generation.Generator(target, drafter, "eagle")
-    (answer,) = generator.generate(["why?"], max_new_tokens=8)
+  generator = generation.Generator(target, drafter, "eagle")
+  (answer,) = generator.generate(["why?"], max_new_tokens=8)
   found = reality.compare(generator, answer, chip)
   assert found["measured"] > 0
   assert found["tau"] == answer.result.tau

@@ -34,8 +34,7 @@ def engine(request, target):
   """Three rows, plain and speculating; compiled once for the file."""
   drafter = request.param and tiny.drafter(target, request.param)
   spec = tree.chain(2) if drafter else tree.plain()
-  with engines.fast_compiles():
-    yield Engine(loading.models(target, drafter, spec), 3, 160)
+  return Engine(loading.models(target, drafter, spec), 3, 160)
 
 
 OPTIONS = Options(7, 30, ((0.0, 1.0), (1.0, 1.0), (1.5, 2.0)), 0, 1.0, 0.0)

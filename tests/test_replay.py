@@ -26,19 +26,18 @@ def test_accept_lengths_are_those_of_decoding(window):
       [Sampling(), Sampling(1.0, draft_noise=0.5), Sampling(0.7, top_k=9)]
     )
   ]
-  with engines.fast_compiles():
-    plain = Engine(loading.models(target, None, tree.plain()), 3, None)
-    known = replay.Known(
-      requests, [r.token_ids for r in plain.generate(requests)]
-    )
-    got = replay.replay(target, drafter, known, SPECS, batch_size=2)
-    for name, spec in SPECS.items():
-      engine = Engine(loading.models(target, drafter, spec), 3, None)
-      real = engine.generate(requests)
-      assert sum(sum(r.accept_lengths) for r in real) > 3
-      for row, result in zip(got[name], real, strict=True):
-        assert row.tokens == result.token_ids
-        assert row.accept_lengths == result.accept_lengths
+  plain = Engine(loading.models(target, None, tree.plain()), 3, None)
+  known = replay.Known(
+    requests, [r.token_ids for r in plain.generate(requests)]
+  )
+  got = replay.replay(target, drafter, known, SPECS, batch_size=2)
+  for name, spec in SPECS.items():
+    engine = Engine(loading.models(target, drafter, spec), 3, None)
+    real = engine.generate(requests)
+    assert sum(sum(r.accept_lengths) for r in real) > 3
+    for row, result in zip(got[name], real, strict=True):
+      assert row.tokens == result.token_ids
+      assert row.accept_lengths == result.accept_lengths
 
 
 def test_earlier_turns_fill_a_prompt_with_whole_chats(monkeypatch):
@@ -68,15 +67,14 @@ def test_answers_are_kept_and_keyed_by_what_made_them(tmp_path, monkeypatch):
     replay.text, "encode_messages", lambda tokenizer, m: [1, 2, 3]
   )
   question = replay.suites.Question(7, "", ("x",))
-  with engines.fast_compiles():
-    make = lambda s: replay.plain_answers(
-      target, [question], s, 8, 0, 1, tmp_path
-    )
-    first = make(Sampling())
-    assert make(Sampling(draft_noise=0.5)).answers == first.answers
-    assert len(list(tmp_path.iterdir())) == 1  # noise makes no new answer
-    make(Sampling(1.0))
-    assert len(list(tmp_path.iterdir())) == 2
+  make = lambda s: replay.plain_answers(
+    target, [question], s, 8, 0, 1, tmp_path
+  )
+  first = make(Sampling())
+  assert make(Sampling(draft_noise=0.5)).answers == first.answers
+  assert len(list(tmp_path.iterdir())) == 1  # noise makes no new answer
+  make(Sampling(1.0))
+  assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

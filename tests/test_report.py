@@ -63,16 +63,15 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(choice, "ANSWERS", 5)
   monkeypatch.setattr(choice, "LENGTH", 24)
   out = tmp_path / "out"
-  with engines.fast_compiles():
-    code = folders.call(
-      report,
-      "report",
-      *("--target", models.target, "--drafter", models.drafter),
-      *(f"--ablation={d}" for d in models.ablations),
-      suite(5),
-      *("--max_new_tokens", "20", "--budgets", "6", "--trees", "chain::2"),
-      *("--speed_limit", "2", "--batch_size", "5", "--out", str(out)),
-    )
+  code = folders.call(
+    report,
+    "report",
+    *("--target", models.target, "--drafter", models.drafter),
+    *(f"--ablation={d}" for d in models.ablations),
+    suite(5),
+    *("--max_new_tokens", "20", "--budgets", "6", "--trees", "chain::2"),
+    *("--speed_limit", "2", "--batch_size", "5", "--out", str(out)),
+  )
   assert code == 0, capsys.readouterr().err
   data = json.loads((out / "report.json").read_text())
   for field in ("device", "date", "versions", "seed", "target", "drafter"):

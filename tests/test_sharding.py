@@ -8,7 +8,6 @@ import sys
 import jax
 import pytest
 import tiny
-import tiny_run
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from refusals import refused
@@ -171,7 +170,7 @@ def test_mesh_sizes_must_fit_the_devices(sizes, words):
 def test_on_eight_devices():
   """eight_devices.py, in a process that has them."""
   here = pathlib.Path(__file__).parent
-  flags = f"--xla_force_host_platform_device_count=8 {tiny_run.FAST}"
+  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
   done = subprocess.run(
     [sys.executable, "-m", "pytest", "-n0", "-x", here / "eight_devices.py"],
     env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 
-import engines
 import jax
 import numpy as np
 import pytest
@@ -42,8 +41,7 @@ def base(tmp_path_factory, program_cache):
 def run(base):
   """A finished run with real decoding; its folder."""
   c = tiny_run.config(base, "run", decode_every=20, decode_tokens=8)
-  with engines.fast_compiles():
-    loop.train(c, quiet)
+  loop.train(c, quiet)
   return base / "run"
 
 
@@ -62,9 +60,8 @@ def test_export_decodes_losslessly(base, run):
   decode = lambda m: engine.Engine(m, 1, None).generate(
     [Request([1, 2, 3], 40)]
   )[0]
-  with engines.fast_compiles():
-    plain = decode(loading.models(target, None, tree.plain()))
-    eagle = decode(loading.models(target, drafter, tree.chain(2)))
+  plain = decode(loading.models(target, None, tree.plain()))
+  eagle = decode(loading.models(target, drafter, tree.chain(2)))
   assert eagle.token_ids == plain.token_ids
 
 
@@ -80,8 +77,7 @@ def test_a_variant_of_another_width_is_trained_and_read_back(base):
     epochs=1,
     eval_every=100,
   )
-  with engines.fast_compiles():
-    loop.train(c, quiet)
+  loop.train(c, quiet)
   target = loading.load_target(c.target, "float32", quiet)
   found = loading.load_drafter(f"{c.out}/drafter", target, quiet).config
   assert (found.fc_norm, found.norm_output, found.norm_before_fc) == (1, 1, 0)

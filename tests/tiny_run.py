@@ -102,10 +102,6 @@ def at_step(step: int, act, patch=setattr) -> None:
   patch(data, "iterator", lambda *a: Watched(real(*a), step, act))
 
 
-# A quarter of the compile time; the maths is the same.
-FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-
-
 def start(
   base: pathlib.Path, cache: str, xla_flags: str, changes: dict, *cluster: str
 ) -> subprocess.Popen:
@@ -116,7 +112,7 @@ def start(
   """
   env = os.environ | {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": xla_flags,
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}",
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     "JAX_COMPILATION_CACHE_DIR": cache,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
