@@ -31,8 +31,8 @@ flags.DEFINE_string(
 flags.DEFINE_integer(
   "drafter_window",
   None,
-  "The drafter sees only so many of the last tokens (for contexts far longer"
-  " than it was trained on); default: as trained.",
+  "The drafter sees only so many of the last committed tokens (for contexts"
+  " far longer than it was trained on); default: all.",
 )
 flags.DEFINE_integer("max_new_tokens", 512, "Exact upper bound of an answer.")
 flags.DEFINE_float("temperature", 0.0, "0 = greedy.")

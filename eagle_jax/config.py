@@ -157,13 +157,8 @@ class DrafterConfig(LayerConfig):
         f"{self.vocab_size}, the target's vocabulary"
       )
     other = self.target_hidden_size not in (None, self.hidden_size)
-    switches = {
-      "fc_norm": self.fc_norm,
-      "norm_before_fc": self.norm_before_fc,
-      "norm_before_residual": self.norm_before_residual,
-      "norm_output": self.norm_output,
-      f"target_hidden_size {self.target_hidden_size}": other,
-    }
+    switches = {n: getattr(self, n) for n in SWITCHES}
+    switches[f"target_hidden_size {self.target_hidden_size}"] = other
     if self.kind == "eagle" and any(switches.values()):
       raise ValueError(
         f"{', '.join(n for n, on in switches.items() if on)}: only kind"

@@ -166,6 +166,11 @@ def drafter_folder(name: str) -> pathlib.Path:
   return SHIPPED / name if name in shipped() else _folder(name, "drafter")
 
 
+def check_window(window: int | None) -> None:
+  if window is not None and window < 1:
+    raise InputError(f"drafter_window {window} must be at least 1")
+
+
 def load_drafter(
   name: str, target: LoadedTarget, say, window: int | None = None
 ) -> LoadedDrafter:
@@ -175,11 +180,10 @@ def load_drafter(
   costs acceptance, not correctness.
 
   Args:
-    window: the drafter sees only so many of the last tokens, as those it was
-      trained on; None = what its config says.
+    window: the drafter sees only so many of the last committed tokens;
+      None = all.
   """
-  if window is not None and window < 1:
-    raise InputError(f"drafter_window {window} must be at least 1")
+  check_window(window)
   folder = drafter_folder(name)
   drafter = drafters.load(folder, target.config, target.params)
   if window is not None:

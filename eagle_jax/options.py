@@ -144,6 +144,9 @@ def check(o: DecodeOptions) -> None:
       f"tree {o.tree!r} is unknown: use one of auto,"
       f" {', '.join(generation.TREES)}"
     )
+  loading.check_window(o.drafter_window)
+  if o.method == "plain" and o.drafter_window is not None:
+    raise InputError("--drafter_window is of the drafter: use --method eagle")
   if o.method == "plain" and o.compare:
     raise InputError("--compare compares with plain: use --method eagle")
   if o.show and o.batch_size > 1:

@@ -18,7 +18,8 @@ DYNAMIC = tree.dynamic(10, 3, 2)  # most of its pool: all levels occur
 
 @pytest.fixture(scope="module", autouse=True)
 def unoptimised():
-  """For files of many small programs: each compiles fast and runs slowly.
+  """For files of many small programs: XLA's own passes are left out, too
+  (conftest.FAST leaves out LLVM's).
 
   Import it into a test file to use it there.
   """

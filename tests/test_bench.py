@@ -141,6 +141,20 @@ def test_tau_by_context():
   assert measure.tau_by_context(rows) == tau_by_context(rows)
 
 
+def test_the_table_splits_tau_where_contexts_differ(bench):
+  rows = {"chain": [row([0] * 300)], "plain": [row([0])]}
+  figures = {
+    "suites": {"s": measure.summary(rows)},
+    "turns_left_out": {},
+    "plain_to_transformers": {},
+  }
+  lines = bench.table(figures).splitlines()
+  assert "| suite | method | tau from 0 tokens | tau from 256 tokens |" in lines
+  assert lines[-1] == "| s | chain | 1.00 | 1.00 |"
+  short = figures | {"suites": {"s": measure.summary({"plain": [row([0])]})}}
+  assert "tau from" not in bench.table(short)
+
+
 def test_ratio():
   rng = np.random.default_rng(2)
   seconds = rng.uniform(0.5, 5, 20)  # prompts differ tenfold, the pairs little

@@ -129,6 +129,20 @@ def test_rows_are_what_they_are_alone(engine, target, data, tmp_path):
   assert len({r["temperature"] for r in rows.values()}) > 1
 
 
+def test_long_rows_come_first(engine, target, tmp_path, monkeypatch):
+  data, asked = tmp_path / "data.jsonl", []
+  rows = [{"turns": ["word " * n]} for n in (2, 9, 1, 5)]
+  data.write_text("\n".join(map(json.dumps, rows)))
+  real = regenerate.read_talk
+  monkeypatch.setattr(
+    regenerate,
+    "read_talk",
+    lambda row, line: asked.append(line) or real(row, line),
+  )
+  run(engine, target, data, tmp_path / "out.jsonl")
+  assert asked == [2, 4, 1, 3]
+
+
 class Killed(BaseException):
   pass
 
@@ -202,10 +216,20 @@ def test_requests_are_served_as_they_come(engine):
     assert found[number].finish_reason == alone.finish_reason
 
 
-def test_the_caches_shrink_when_the_long_rows_have_ended(engine, monkeypatch):
+@pytest.mark.parametrize(
+  "lengths",
+  [
+    [(100, 9), (10, 40), (10, 3), (20, 30), (5, 30)],
+    [(100, 5), (10, 40), (10, 30)],  # nobody comes for the long row
+  ],
+)
+def test_the_caches_shrink_when_the_long_rows_have_ended(
+  lengths, target, monkeypatch
+):
   """The rows that stay give what they give alone, those that come too."""
   monkeypatch.setattr(engines_module, "SMALLEST_CAPACITY", 64)
-  lengths = [(100, 9), (10, 40), (10, 3), (20, 30), (5, 30)]
+  drafter = tiny.drafter(target, "eagle")
+  engine = Engine(loading.models(target, drafter, tree.chain(2)), 3, 160)
   waiting = [
     Request(engines.prompt(i, n), new, Sampling(1.0), 1, i)
     for i, (n, new) in enumerate(lengths)
@@ -214,6 +238,7 @@ def test_the_caches_shrink_when_the_long_rows_have_ended(engine, monkeypatch):
   source = lambda: waiting.pop(0) if waiting else None
   found = {r.number: result for r, result in engine.serve(source, 2)}
   assert ("resize", 128, 64) in engine.programs
+  assert (("stop", 128) in engine.programs) == (len(lengths) == 3)
   for request in wanted:
     alone = engine.generate([request])[0]
     assert found[request.number].token_ids == alone.token_ids

@@ -17,7 +17,8 @@ SPECS = {"dynamic": engines.DYNAMIC, "chain": tree.chain(2)}
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_accept_lengths_are_those_of_decoding(window):
+def test_accept_lengths_are_those_of_decoding(window, monkeypatch):
+  monkeypatch.setattr(replay, "READ_TOKENS", 4)  # prompts of 5, 8 and 11
   target = engines.target()
   drafter = tiny.drafter(target, sliding_window=window)
   requests = [
@@ -55,8 +56,10 @@ def test_earlier_turns_fill_a_prompt_with_whole_chats(monkeypatch):
     target, [chat(n) for n in sizes], question, tokens
   )
   assert turns(2, 4) == []  # the question itself is longer
-  assert turns(12, 4, 9, 5) == chat(4) + chat(5)  # 12 in all; 9 does not fit
-  assert turns(11, 4, 9, 5) == chat(4)
+  assert turns(16, 4, 9, 5) == chat(4) + chat(9)  # 16 in all
+  assert turns(15, 4, 9, 5) == chat(4)
+  assert turns(99, 4, 9, 5) == chat(4) + chat(9) + chat(5)
+  assert replay.rotated([1, 2, 3], 4) == [2, 3, 1]
   request = replay.first_turn(target, question, Sampling(), 8, 0, chat(4))
   assert len(request.prompt_ids) == 7
 

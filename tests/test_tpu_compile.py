@@ -50,7 +50,8 @@ def run(*args: str) -> subprocess.CompletedProcess:
   where = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   return subprocess.run(
     [sys.executable, SCRIPT, *args],
-    env=os.environ | {"PYTHONPATH": where},
+    # without conftest.FAST: what users compile
+    env=os.environ | {"PYTHONPATH": where, "XLA_FLAGS": ""},
     capture_output=True,
     text=True,
   )

@@ -148,6 +148,7 @@ def run(F: flags.FlagValues) -> None:
       raise InputError(f"{name} {F[name].value} must be {rule}")
   if F.dtype not in (None, "float32", "bfloat16"):
     raise InputError(f"dtype {F.dtype!r} must be float32 or bfloat16")
+  loading.check_window(F.drafter_window)
   sampling = Sampling(F.temperature, top_p=F.top_p, draft_noise=F.draft_noise)
   asked = {
     n: suites.read(f, F.limit) for n, f in zip(names, files, strict=True)

@@ -41,6 +41,7 @@ from eagle_jax.speculation.tree import Tree, TreeSpec
 from eagle_jax.training import chats
 
 READ_ROWS = 4  # of known sequences that the target reads together
+READ_TOKENS = 512  # of all prompts that the drafter reads together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +126,25 @@ def _cycle(
 
 def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
   """Drafter prefill, then all cycles; (accept_lengths, cycles) [B, width]."""
-  state = _extended(
-    m,
-    state,
-    features[:, :prompt_width],
-    state.tokens[:, 1 : prompt_width + 1],
-    prompt_lengths - 1,
-    prompt_lengths,
-  )
+  for at in range(0, prompt_width, READ_TOKENS):
+    to = min(at + READ_TOKENS, prompt_width)
+    read = _extended(
+      m,
+      state,
+      features[:, at:to],
+      state.tokens[:, at + 1 : to + 1],
+      jnp.clip(prompt_lengths - 1 - at, 0, to - at - 1),
+      jnp.minimum(prompt_lengths, to),
+    )
+    # A prompt that ended before has its root already; what this writes into
+    # its cache lies behind its length.
+    keep = lambda new, old, ended: jnp.where(ended, old, new)
+    ended = (prompt_lengths <= at)[:, None]
+    state = read.replace(
+      root_feature=keep(read.root_feature, state.root_feature, ended),
+      child_tokens=keep(read.child_tokens, state.child_tokens, ended),
+      child_scores=keep(read.child_scores, state.child_scores, ended),
+    )
 
   def body(carry):
     i, state, accepts, cycles = carry
@@ -153,6 +165,14 @@ def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
     ),
   )
   return accepts, cycles
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _empty(m: Models, B: int, width: int) -> DecodeState:
+  """A state without a cache of the target, which runs no pass, and without
+  ids for a penalty: the known tokens decide. In a jit, which never makes what
+  is left out."""
+  return states.init_state(m, B, width, width).replace(cache=(), seen=())
 
 
 def _read(m: Models, tokens):
@@ -233,14 +253,12 @@ def replay(
     features, _ = read(next(iter(models.values())), tokens)
     for name, m in models.items():
       maker = Generator(target, drafter, "eagle", m.spec, B).engine
-      state = states.init_state(m, B, width, width).replace(
+      state = _empty(m, B, width).replace(
         tokens=jnp.asarray(tokens),
         sampling=jax.tree.map(jnp.asarray, maker.sampling_of(requests)),
         seeds=jnp.asarray(maker.seeds_of(requests)),
         limit=jnp.asarray(ends),
         finished=jnp.arange(B) >= len(chosen),
-        cache=(),
-        seen=(),  # the known tokens decide, no penalty
       )
       accepts, cycles = jax.device_get(
         _compiled("replay")(m, state, features, prompts, prompt_width)
@@ -286,7 +304,8 @@ def first_turn(
 def earlier_turns(
   target: LoadedTarget, before: Sequence[list[dict]], question, tokens: int
 ) -> list[dict]:
-  """As many whole chats as make a prompt of at most `tokens` tokens.
+  """The first whole chats that make a prompt of at most `tokens` tokens; none
+  where the question alone is longer.
 
   Args:
     before: chats' messages; where they are too few, the prompt is shorter.
@@ -298,8 +317,9 @@ def earlier_turns(
     )
   )
   for chat in before:
-    if length(history + chat) <= tokens:
-      history += chat
+    if length(history + chat) > tokens:
+      break
+    history += chat
   return history
 
 
@@ -342,11 +362,36 @@ def plain_answers(
 
 
 def _messages(file: pathlib.Path) -> list[list[dict]]:
-  """The chats of a file, their system turns left out."""
-  return [
-    [m for m in chats.read_chat(row, where).messages if m["role"] != "system"]
-    for where, row in chats.read_jsonl(file)
-  ]
+  """The chats of a file, their system turns left out; those in which user and
+  assistant do not take turns to the end are passed over."""
+  found = []
+  for where, row in chats.read_jsonl(file):
+    try:
+      chat = chats.read_chat(row, where)
+    except chats.BadRow as e:
+      raise InputError(f"{where}: {e}") from None
+    turns = [m for m in chat.messages if m["role"] != "system"]
+    roles = [m["role"] for m in turns]
+    if roles == ["user", "assistant"] * (len(roles) // 2):
+      found.append(turns)
+  if not found:
+    raise InputError(f"{file}: no chat of user and assistant turns alone")
+  return found
+
+
+def rotated(items: list, by: int) -> list:
+  """The items from number `by` on, then those before it."""
+  by %= len(items)
+  return items[by:] + items[:by]
+
+
+def _numbers(flag: str, given: Sequence[str], kind: type) -> list:
+  try:
+    return [kind(n) for n in given]
+  except ValueError:
+    raise InputError(
+      f"{flag} {','.join(given)!r} must be numbers with commas between"
+    ) from None
 
 
 def _run(f) -> None:
@@ -360,14 +405,22 @@ def _run(f) -> None:
   asked = {p.stem: suites.read(p, f.limit) for p in files}
   if bool(f.history) != bool(f.contexts):
     raise InputError("--history and --contexts go together: give both")
-  contexts = sorted(map(int, f.contexts)) or [None]
+  contexts = sorted(set(_numbers("contexts", f.contexts, int))) or [None]
   before = _messages(pathlib.Path(f.history)) if f.history else []
-  noises = [float(n) for n in f.draft_noise] or [None]
+  noises = _numbers("draft_noise", f.draft_noise, float) or [None]
+  loading.check_window(f.drafter_window)
   samplings = {
     n: Sampling(f.temperature, top_p=f.top_p, draft_noise=n) for n in noises
   }
   generation.use_compilation_cache()
   target = loading.load_target(f.target, loading.default_dtype(), say)
+  most = target.config.max_positions - f.max_new_tokens
+  for context in contexts:
+    if context is not None and not 1 <= context <= most:
+      raise InputError(
+        f"contexts: {context} must be from 1 to {most}, the target's"
+        f" {target.config.max_positions} positions less max_new_tokens"
+      )
   drafter = loading.load_drafter(f.drafter, target, say, f.drafter_window)
   out = pathlib.Path(f.out)
   out.mkdir(parents=True, exist_ok=True)
@@ -376,7 +429,7 @@ def _run(f) -> None:
     questions, histories = asked[suite], None
     if context is not None:
       histories = [
-        earlier_turns(target, before[i:] + before[:i], q, context)
+        earlier_turns(target, rotated(before, i), q, context)
         for i, q in enumerate(questions)
       ]
       suite = f"{suite} at {context}"
@@ -408,7 +461,7 @@ def _run(f) -> None:
           f" {entry['tau_without_loops']:.3f}; by depth {depth}",
           flush=True,
         )
-  for label, by_suite in figures.items():
+  for label, by_suite in figures.items() if contexts == [None] else ():
     for field in ("tau", "tau_without_loops"):
       by_suite[f"mean_{field}"] = float(
         np.mean([e[field] for e in by_suite.values() if isinstance(e, dict)])
@@ -417,7 +470,9 @@ def _run(f) -> None:
       f"{'mean':>12} {label:<24} tau {by_suite['mean_tau']:.3f}, without loops"
       f" {by_suite['mean_tau_without_loops']:.3f}"
     )
-  said = {n: f[n].value for n in ("target", "drafter", "temperature", "seed")}
+  names = ("target", "drafter", "drafter_window", "history", "contexts")
+  names += ("temperature", "top_p", "seed", "limit", "max_new_tokens")
+  said = {n: f[n].value for n in names}
   (out / "replay.json").write_text(
     json.dumps(machine.facts() | said | {"trees": figures}, indent=1) + "\n"
   )
@@ -432,7 +487,8 @@ if __name__ == "__main__":
   flags.DEFINE_list(
     "contexts",
     [],
-    "Tokens of a prompt with its history, such as 256,1024,4096.",
+    "Tokens of a prompt with its history, such as 256,1024,4096; long ones need"
+    " a small --batch_size.",
   )
   flags.DEFINE_integer("drafter_window", None, "As in decode.py.")
   flags.DEFINE_integer("limit", 0, "First prompts of each suite; 0 = all.")

@@ -92,8 +92,8 @@ def block_mask(
     4   . . 1 .
     5   . . . 1
 
-  A tree is not cut by the window: it is a few levels deep, far less than any
-  window in use.
+  A tree is not cut by the window: its few levels are seen whole, even where a
+  window is shorter.
   """
   if isinstance(who, Tree):
     return who.bits

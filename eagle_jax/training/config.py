@@ -26,7 +26,7 @@ class TrainConfig:
   train_head: bool  # else the target's rows stay as they are
   inputs: str  # what a row reads: config.INPUTS; "feature+token" is EAGLE
   switches: tuple[str, ...]  # variants of "eagle3": config.SWITCHES
-  mlp_size: int  # 0 = the target's; of experts, as many as a token goes through
+  mlp_size: int  # 0 = the target's, with experts times experts_per_token
   # batches
   row_length: int  # T
   batch_size: int  # rows a step, over all devices and processes

@@ -61,10 +61,15 @@ def from_last_layer(
     EAGLE-1 layer lacks, is folded into q/k/v.
   """
   same = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_size")
-  if any(getattr(config, f) != getattr(target, f) for f in same):
+  other = [
+    f"{f} {getattr(config, f)}, not {getattr(target, f)}"
+    for f in same
+    if getattr(config, f) != getattr(target, f)
+  ]
+  if other:
     raise InputError(
-      "init 'last_layer' needs a drafter of the target's layer shape"
-      f" ({', '.join(same)}): use init 'random'"
+      "init 'last_layer' needs a drafter of the target's layer shape, this has"
+      f" {'; '.join(other)}: use init 'random'"
     )
   D = config.hidden_size
   last = target_params[f"layers_{target.num_layers - 1}"]
@@ -157,7 +162,8 @@ def from_drafter(
   ]
   if other:
     raise InputError(
-      f"init {name!r} is a drafter of another shape: {'; '.join(other)}"
+      f"init {name!r} is a drafter of another shape: {'; '.join(other)}; give"
+      " the config its kind, taps, switches and mlp_size"
     )
   if own:
     return params, earlier.vocabulary
