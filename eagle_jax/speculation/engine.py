@@ -48,18 +48,13 @@ def compiler_options(backend: str) -> dict[str, str | bool]:
 
   CPU: the YNN library that XLA prefers for matmuls takes 2.0-2.2 times as
   long as its Eigen path for 4 to 16 rows, which is what a verify pass has
-  (whole pass of a 135M model on two Zen cores). Without the region analysis a
-  chunk copies every layer's cache twice a cycle: a plain cycle of that model
-  then takes 1.06 times as long with 256 slots, 1.25 times with 1,024.
+  (whole pass of a 135M model on two Zen cores).
   TPU: a product with a single row (plain decoding of one request) would go to
   the vector unit, which by the compiler's own estimate takes 3.5 times as
   long as the matrix unit does for the same weights.
   """
   return {
-    "cpu": {
-      "xla_cpu_experimental_ynn_fusion_type": "",
-      "xla_cpu_copy_insertion_use_region_analysis": True,
-    },
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
     "tpu": {"xla_tpu_enable_dot_strength_reduction": False},
   }.get(backend, {})
 
