@@ -172,6 +172,17 @@ def extend(
   return cache, (feature[:, 0], tokens[:, 0], scores[:, 0])
 
 
+def _known_after(start: Array, token: Array) -> Array:
+  """`start` int32[B], for XLA a function of `token` int32[B] too.
+
+  A layer makes its own row before it reads the cache. Where nothing else puts
+  the write after the read, XLA on CPU copies every layer's cache twice to be
+  safe: a cycle of plain decoding (135M model) takes 1.06 times as long with
+  256 slots, 1.25 times with 1,024.
+  """
+  return jnp.where(token < 0, 0, start)  # no id is below 0
+
+
 def cycle(m: Models, state: DecodeState):
   """One cycle for all rows.
 
@@ -216,7 +227,9 @@ def cycle(m: Models, state: DecodeState):
   length = state.length + count
   with jax.named_scope("commit"):
     cache = kv_cache.commit(
-      state.cache, kv_cache.take(rows, accepted.path), state.length
+      state.cache,
+      kv_cache.take(rows, accepted.path),
+      _known_after(state.length, accepted.tokens[:, 0]),
     )
     old = jax.vmap(lambda t, n: jax.lax.dynamic_slice(t, (n + 1,), (L + 1,)))(
       state.tokens, state.length
@@ -369,7 +382,7 @@ def prefill(
   return state.replace(
     tokens=tokens,
     length=length,
-    cache=kv_cache.commit(state.cache, rows, state.length),
+    cache=kv_cache.commit(state.cache, rows, _known_after(state.length, token)),
     seen=state.seen.at[every, token].max(last),
     finished=jnp.where(last, done, state.finished),
     **updates,
