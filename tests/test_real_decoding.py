@@ -32,8 +32,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module", autouse=True)
 def optimised():
   """The programs that users run (conftest.FAST)."""
-  ours = engine.compiler_options("cpu")
-  ours |= {
+  ours = engine.compiler_options("cpu") | {
     "xla_backend_optimization_level": 3,
     "xla_cpu_use_fusion_emitters": True,
   }

@@ -128,7 +128,7 @@ def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
   """Drafter prefill, then all cycles; (accept_lengths, cycles) [B, width]."""
   for at in range(0, prompt_width, READ_TOKENS):
     to = min(at + READ_TOKENS, prompt_width)
-    read = _extended(
+    new = _extended(
       m,
       state,
       features[:, at:to],
@@ -138,12 +138,10 @@ def _replay(m: Models, state, features, prompt_lengths, prompt_width: int):
     )
     # A prompt that ended before has its root already; what this writes into
     # its cache lies behind its length.
-    keep = lambda new, old, ended: jnp.where(ended, old, new)
     ended = (prompt_lengths <= at)[:, None]
-    state = read.replace(
-      root_feature=keep(read.root_feature, state.root_feature, ended),
-      child_tokens=keep(read.child_tokens, state.child_tokens, ended),
-      child_scores=keep(read.child_scores, state.child_scores, ended),
+    made = ("root_feature", "child_tokens", "child_scores")
+    state = new.replace(
+      **{n: jnp.where(ended, getattr(state, n), getattr(new, n)) for n in made}
     )
 
   def body(carry):
@@ -473,9 +471,8 @@ def _run(f) -> None:
   names = ("target", "drafter", "drafter_window", "history", "contexts")
   names += ("temperature", "top_p", "seed", "limit", "max_new_tokens")
   said = {n: f[n].value for n in names}
-  (out / "replay.json").write_text(
-    json.dumps(machine.facts() | said | {"trees": figures}, indent=1) + "\n"
-  )
+  facts = machine.facts() | said | {"trees": figures}
+  write_whole(out / "replay.json", json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
