@@ -254,8 +254,8 @@ def run(
     target: tells targets apart, for `out`.
 
   Returns:
-    rows and tokens of this call, seconds (without compilation), the rows that
-    were there before, and dropped ones.
+    rows, prompt_tokens read and tokens written in this call, seconds (without
+    compilation), the rows that were there before, and dropped ones.
 
   Raises:
     InputError: a file that cannot be used, or answers of another run in `out`.
@@ -264,7 +264,13 @@ def run(
   digest = hashlib.sha256(data.read_bytes()).hexdigest()[:16]
   decides = {"data": digest, "target": target, "context": engine.context}
   output = Output(out, decides | dataclasses.asdict(options))
-  figures = {"rows": 0, "tokens": 0, "before": len(output.lines), "dropped": 0}
+  figures = {
+    "rows": 0,
+    "prompt_tokens": 0,
+    "tokens": 0,
+    "before": len(output.lines),
+    "dropped": 0,
+  }
 
   def drop(where: str, reason: str) -> None:
     figures["dropped"] += 1
@@ -316,6 +322,7 @@ def run(
   )
   try:
     for request, result in engine.serve(work.next, CYCLES):
+      figures["prompt_tokens"] += len(request.prompt_ids)
       figures["tokens"] += len(result.token_ids)
       bar.set_postfix_str(f"{figures['tokens'] / seconds():.0f} tok/s", False)
       work.take(request, result)
@@ -364,11 +371,13 @@ def _run(f) -> None:
     target.fingerprint(),
     say,
   )
-  rate = figures["tokens"] / figures["seconds"]
+  written, seconds = figures["tokens"], figures["seconds"]
+  every = written + figures["prompt_tokens"]
   print(
     f"{figures['rows']} rows written ({figures['before']} were there,"
-    f" {figures['dropped']} dropped), {figures['tokens']} tokens in"
-    f" {figures['seconds']:.0f} s: {rate:.1f} tokens/s, prompts included"
+    f" {figures['dropped']} dropped): {written} tokens in {seconds:.0f} s,"
+    f" {written / seconds:.1f} tokens/s; with the {figures['prompt_tokens']}"
+    f" of the prompts {every / seconds:.1f} tokens/s"
   )
 
 
