@@ -268,7 +268,7 @@ def decode_models(m: Models, mesh: Mesh) -> Models:
 def decode_state(state: DecodeState, m: Models, mesh: Mesh) -> DecodeState:
   """NamedShardings of a decode state (arrays or shapes).
 
-  caches    [B, K, S, H]  data, tensor (K as k_proj is cut)
+  caches    [B, K, ..]    data, tensor (K as k_proj is cut)
   the rest  [B, ...]      data
   """
   rows = batch(mesh, "decode")

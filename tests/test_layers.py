@@ -10,7 +10,7 @@ import tiny
 
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.models import layers, masks
-from eagle_jax.models.kv_cache import KV
+from eagle_jax.models.kv_cache import KV, Slots
 
 # What `rope_parameters` says, beside the kind; original context 32 positions.
 ROPES = {
@@ -220,6 +220,10 @@ def rows(rng, X: int) -> KV:
   return KV(jnp.asarray(k), jnp.asarray(v))
 
 
+def as_slots(made: KV) -> Slots:
+  return Slots(made.k.swapaxes(2, 3), made.v)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_attention_over_blocks_is_one_dense_softmax(name):
   attend, X, R, drawn = BLOCKS[name]
@@ -231,7 +235,13 @@ def test_attention_over_blocks_is_one_dense_softmax(name):
   own = rows(rng, T)
   positions = jnp.broadcast_to(jnp.arange(5, 5 + T), (B, T))
   got = layers.attention(
-    jnp.asarray(q), own, positions, attend, prefix, earlier, steps
+    jnp.asarray(q),
+    own,
+    positions,
+    attend,
+    prefix and as_slots(prefix),
+    earlier,
+    steps,
   )
   blocks = [b for b in (prefix, earlier, *steps, own) if b is not None]
   visible = np.concatenate(
@@ -258,7 +268,7 @@ def test_empty_prefix_gives_no_nan_and_changes_nothing(own):
     made,
     positions,
     masks.Attend(own=own, length=jnp.array([0, 3])),
-    prefix,
+    as_slots(prefix),
     None,
     (),
   )
@@ -275,7 +285,9 @@ def test_window_that_hides_the_whole_prefix_gives_no_nan():
   q = jnp.asarray(rng.standard_normal((B, 1, N, H)), jnp.float32)
   made, prefix = rows(rng, 1), rows(rng, S)
   attend = masks.Attend(own=masks.Itself(), length=jnp.array([5, 5]), window=1)
-  got = layers.attention(q, made, jnp.full((B, 1), 5), attend, prefix, None, ())
+  got = layers.attention(
+    q, made, jnp.full((B, 1), 5), attend, as_slots(prefix), None, ()
+  )
   seen = np.asarray(made.v).repeat(N // K, 1).transpose(0, 2, 1, 3)
   np.testing.assert_allclose(got, seen, atol=1e-6)
 
@@ -289,7 +301,7 @@ def test_softmax_and_scores_are_float32():
   q = jnp.array([16, 1, 0, 0], jnp.bfloat16).reshape(1, 1, 1, 4)
   k = jnp.array([[32, 0, 0, 0], [32, 1, 0, 0]], jnp.bfloat16)
   v = jnp.array([[0.0] * 4, [1.0] * 4], jnp.bfloat16)
-  prefix = KV(k[None, None, :1], v[None, None, :1])
+  prefix = as_slots(KV(k[None, None, :1], v[None, None, :1]))
   own = KV(k[None, None, 1:], v[None, None, 1:])
   attend = masks.Attend(own=masks.Causal(), length=jnp.array([1]))
   out = layers.attention(q, own, jnp.array([[1]]), attend, prefix, None, ())

@@ -36,7 +36,7 @@ from jax import Array
 
 from eagle_jax.config import DrafterConfig
 from eagle_jax.models import layers, masks
-from eagle_jax.models.kv_cache import KV
+from eagle_jax.models.kv_cache import KV, Slots
 
 
 class Drafter(nn.Module):
@@ -92,7 +92,7 @@ class Drafter(nn.Module):
     features: Array,
     positions: Array,
     attend: masks.Attend,
-    prefix: KV | None,
+    prefix: Slots | None,
     earlier: KV | None,
     steps: tuple[KV, ...],
   ) -> tuple[Array, KV]:

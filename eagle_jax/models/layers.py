@@ -1,5 +1,6 @@
 """The pieces that targets and drafters share. Pure; softmax in float32."""
 
+import functools
 import math
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ from jax import Array
 
 from eagle_jax.config import LayerConfig, TargetConfig
 from eagle_jax.models import masks
-from eagle_jax.models.kv_cache import KV
+from eagle_jax.models.kv_cache import KV, Slots
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -95,7 +96,7 @@ def attention(
   own: KV,
   positions: Array,
   attend: masks.Attend,
-  prefix: KV | None,
+  prefix: Slots | None,
   earlier: KV | None,
   steps: tuple[KV, ...],
 ) -> Array:
@@ -106,7 +107,7 @@ def attention(
     own: rows of this call, [B, K, T, H].
     positions: int32[B, T] of the queries.
     attend: who sees whom.
-    prefix: the layer's cache, [B, K, S, H], or None.
+    prefix: the layer's cache, S slots, or None.
     earlier: uncommitted rows [B, K, X, H], or None.
     steps: rows [B, K, T, H] each, row t seen by query t alone.
 
@@ -119,9 +120,9 @@ def attention(
   q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
   scale = H**-0.5
 
-  def against(keys: Array, visible: Array) -> Array:
+  def against(keys: Array, axes: str, visible: Array) -> Array:
     scores = jnp.einsum(
-      "BKGTH,BKSH->BKGTS",
+      f"BKGTH,{axes}->BKGTS",
       q,
       keys,
       precision=exact,
@@ -151,34 +152,36 @@ def attention(
   def over_same_row(weights: Array, values: Array) -> Array:
     return (weights * values[:, :, None]).astype(jnp.float32)
 
-  # (scores, how its weights meet the values, the values) a block
+  # (scores, how their weights meet the values, the values) a block
   blocks = []
   if attend.length is not None:
-    visible = masks.prefix_mask(attend, positions, prefix.k.shape[2])
-    blocks.append((against(prefix.k, visible), over, prefix.v))
+    visible = masks.prefix_mask(attend, positions, prefix.v.shape[2])
+    blocks.append((against(prefix.k, "BKHS", visible), over, prefix.v))
   if attend.earlier is not None:
     visible = masks.block_mask(attend.earlier, positions, attend.window)
-    blocks.append((against(earlier.k, visible), over, earlier.v))
+    blocks.append((against(earlier.k, "BKSH", visible), over, earlier.v))
   for row in steps:
     blocks.append((against_same_row(row.k), over_same_row, row.v))
   if isinstance(attend.own, masks.Itself):
     blocks.append((against_same_row(own.k), over_same_row, own.v))
   else:
     visible = masks.block_mask(attend.own, positions, attend.window)
-    blocks.append((against(own.k, visible), over, own.v))
+    blocks.append((against(own.k, "BKSH", visible), over, own.v))
 
-  # Every query sees at least itself, so the softmax never meets a row of
-  # nothing but -inf.
-  weights = jax.nn.softmax(
-    jnp.concatenate([scores for scores, _, _ in blocks], axis=-1), axis=-1
-  )
-  ends = np.cumsum([scores.shape[-1] for scores, _, _ in blocks])[:-1]
-  out = sum(
-    meet(part, values)
-    for part, (_, meet, values) in zip(
-      jnp.split(weights, ends, axis=-1), blocks, strict=True
+  # The softmax's division comes last, over H columns instead of all keys. Every
+  # query sees at least itself, so that no peak is -inf.
+  peak = jax.lax.stop_gradient(
+    functools.reduce(
+      jnp.maximum,
+      [jnp.max(scores, axis=-1, keepdims=True) for scores, _, _ in blocks],
     )
   )
+  total, out = 0.0, 0.0
+  for scores, meet, values in blocks:
+    weights = jnp.exp(scores - peak)
+    total += jnp.sum(weights, axis=-1, keepdims=True)
+    out += meet(weights, values)
+  out /= total
   out = out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
   return out.astype(q.dtype)
 
@@ -280,7 +283,7 @@ class Attention(nn.Module):
     x: Array,
     positions: Array,
     attend: masks.Attend,
-    prefix: KV | None,
+    prefix: Slots | None,
     earlier: KV | None,
     steps: tuple[KV, ...],
   ) -> tuple[Array, KV]:

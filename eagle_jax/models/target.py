@@ -7,7 +7,7 @@ from jax import Array
 
 from eagle_jax.config import TargetConfig
 from eagle_jax.models import layers, masks
-from eagle_jax.models.kv_cache import KV, Cache
+from eagle_jax.models.kv_cache import KV, Cache, Rows, Slots
 
 
 @struct.dataclass
@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
     x: Array,
     positions: Array,
     attend: masks.Attend,
-    prefix: KV | None,
+    prefix: Slots | None,
   ) -> tuple[Array, KV]:
     c = self.config
     h = layers.RMSNorm(c.norm_eps, name="input_layernorm")(x)
@@ -67,7 +67,7 @@ class Target(nn.Module):
     positions: Array,
     attend: masks.Attend,
     cache: Cache | None,
-  ) -> tuple[TargetOut, Cache]:
+  ) -> tuple[TargetOut, Rows]:
     """One pass, whatever the rows are: a prompt, one token, or a tree.
 
     Args:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from eagle_jax.models import kv_cache, masks
-from eagle_jax.models.kv_cache import Cache
+from eagle_jax.models.kv_cache import KV
 from eagle_jax.speculation import tree as trees
 from eagle_jax.speculation.sampling import (
   draft_children,
@@ -72,7 +72,7 @@ def grow(m: Models, state: DecodeState) -> Tree:
     levels.append(trees.first_level(state.child_tokens, state.child_scores))
   feature = state.root_feature[:, None]  # of the frontier's parents
   before = root  # tokens of the frontier's parents
-  rows: list[Cache] = []
+  rows: list[KV] = []
   sees = None  # bool[B, width, rows so far]
   for level in range(1, spec.levels):
     with jax.named_scope(f"draft_{level}"):
