@@ -28,8 +28,31 @@ def observed(n: int, levels: int = 8, width: int = 10, seed: int = 0):
   odds = np.cumsum(np.exp(scores), -1)
   drawn = rng.random((n, levels, 1))
   return acceptance.Observed(
-    scores.astype(np.float32), (drawn > odds).sum(-1).astype(np.int32)
+    scores.astype(np.float32),
+    (drawn > odds).sum(-1).astype(np.int32),
+    np.sort(rng.integers(0, 3, n)).astype(np.int32),
   )
+
+
+def walked(accepted, run) -> float:
+  """Tokens a pass, context by context."""
+  tokens = cycles = skip = 0
+  for i, a in enumerate(accepted):
+    if i and run[i] != run[i - 1]:
+      skip = 0
+    if skip:
+      skip -= 1
+      continue
+    tokens, cycles, skip = tokens + 1 + a, cycles + 1, a
+  return tokens / cycles
+
+
+def test_cycles_start_where_the_one_before_ended():
+  accepted = np.array([2, 2, 2, 0, 0, 0])
+  run = np.array([4, 4, 4, 4, 9, 9])
+  assert acceptance.along(accepted, run) == 6 / 4
+  # a cycle may end beyond its run, where all its tokens were still observed
+  assert acceptance.along(np.array([0, 5, 1]), np.array([0, 0, 1])) == 9 / 3
 
 
 @pytest.mark.parametrize("size", [(5, 3, 2), (12, 4, 3), (60, 6, 10)])
@@ -60,7 +83,7 @@ def test_estimate_against_real_trees(size):
       )
     )
   grown = tree.build(spec, jnp.full(n, 7), levels)
-  wanted = 1 + float((grown.tokens == 1).sum(1).mean())
+  wanted = walked(np.asarray((grown.tokens == 1).sum(1)).tolist(), seen.run)
   got = acceptance.tokens_a_pass(seen)[acceptance.dynamic_name(M, L, b)]
   assert got == pytest.approx(wanted)
   assert got > 1.3
@@ -70,16 +93,17 @@ def test_estimate_of_fixed_trees():
   seen = observed(200)
   got = acceptance.tokens_a_pass(seen)
   for L in acceptance.LEVELS:
-    run = sum(
+    first = [
       next((i for i, r in enumerate(row[:L]) if r), L)
       for row in seen.rank.tolist()
-    )
-    assert got[f"chain::{L}"] == pytest.approx(1 + run / 200)
+    ]
+    assert got[f"chain::{L}"] == pytest.approx(walked(first, seen.run))
   paths = set(tree.EAGLE1_PATHS)
-  deep = sum(
-    tuple(row[:d]) in paths for row in seen.rank.tolist() for d in range(1, 6)
-  )
-  assert got["static"] == pytest.approx(1 + deep / 200)
+  deep = [
+    sum(tuple(row[:d]) in paths for d in range(1, 6))
+    for row in seen.rank.tolist()
+  ]
+  assert got["static"] == pytest.approx(walked(deep, seen.run))
   for name in got:
     generation.named_tree(name)  # every name is a tree that can be built
 
@@ -111,6 +135,11 @@ def test_observe_is_the_unrolled_drafter(monkeypatch):
       token = packed.tokens[0, row + 2 + i]
       found = np.flatnonzero(drafter.vocabulary[best] == token)
       assert seen.rank[at, i] == (found[0] if found.size else 10)
+  parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+  assert len(parts) > 1
+  assert [(seen.run == r).sum() for r in np.unique(seen.run)] == [
+    len(p) for p in parts
+  ]
   # the same document as a prompt and an answer, a row of its own
   ids, answer = packed.tokens[0], packed.mask[0]
   first = (packed.documents[0] == 1).sum()

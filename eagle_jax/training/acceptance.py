@@ -32,10 +32,12 @@ class Observed:
 
   scores: float32[n, levels, width], log-probabilities of the best children.
   rank: int32[n, levels], which child the target's token was; width = none.
+  run: int32[n], ascending: contexts of one run follow each other in an answer.
   """
 
   scores: np.ndarray
   rank: np.ndarray
+  run: np.ndarray
 
   def by_rank(self) -> np.ndarray:
     """[levels, width]: how often each child is the token, given that all
@@ -86,7 +88,7 @@ def observe(
     rows = losses.counted(batch, levels - 1)
     return jnp.stack(scores, 2), jnp.stack(ranks, 2), rows
 
-  found = []
+  found, runs = [], 0
   for r in range(len(tokens)):
     row = slice(r, r + 1)
     scores, ranks, rows = jax.device_get(
@@ -100,7 +102,10 @@ def observe(
         positions[row],
       )
     )
-    found.append((scores[rows], ranks[rows]))
+    breaks = np.diff(np.flatnonzero(rows[0]), prepend=-1) > 1
+    run = np.cumsum(breaks, dtype=np.int32)
+    found.append((scores[rows], ranks[rows], runs + run))
+    runs += 1 + run.max(initial=0)
   return Observed(*(np.concatenate(a) for a in zip(*found, strict=True)))
 
 
@@ -153,18 +158,42 @@ def place_on_path(
   return out
 
 
+def along(accepted: np.ndarray, run: np.ndarray) -> float:
+  """Tokens a pass, where each cycle starts where the one before ended.
+
+  The mean over all contexts would be more than that: the easy ones stand
+  beside each other, and a long accept skips them.
+
+    accept length   2 2 2 0 | 0 0     two runs, 6 tokens
+    cycle starts    ^     ^ | ^ ^     4 cycles: 6 / 4, not 1 + 6 / 6
+
+  Args:
+    accepted: int[n], what a cycle that starts at each context would accept.
+    run: as in `Observed`.
+  """
+  tokens = cycles = at = 0
+  for end in np.append(np.flatnonzero(np.diff(run)) + 1, len(run)):
+    while at < end:
+      tokens += 1 + accepted[at]
+      cycles += 1
+      at += 1 + accepted[at]
+    at = end
+  return float(tokens / cycles)
+
+
 def tokens_a_pass(seen: Observed) -> dict[str, float]:
   """Expected tau of every tree of the grid, by the tree's name."""
   width = seen.scores.shape[-1]
+  tau = lambda accepted: along(accepted, seen.run)
   first = np.cumprod(seen.rank == 0, axis=1)
-  taus = {chain_name(L): 1 + float(first[:, :L].sum(1).mean()) for L in LEVELS}
+  taus = {chain_name(L): tau(first[:, :L].sum(1)) for L in LEVELS}
   inside = [{p for p in EAGLE1_PATHS if len(p) == d} for d in range(1, 6)]
   if width >= 4:
     depth = [
       sum(tuple(r[: d + 1]) in paths for d, paths in enumerate(inside))
       for r in seen.rank.tolist()
     ]
-    taus["static"] = 1 + float(np.mean(depth))
+    taus["static"] = tau(np.asarray(depth))
   for branch in BRANCHES[1:]:
     if branch > width:
       continue
@@ -173,8 +202,8 @@ def tokens_a_pass(seen: Observed) -> dict[str, float]:
       pool = branch * (1 + (L - 1) * branch)
       for M in NODES:
         if L + 1 <= M <= pool + 1:
-          kept = (place < M - 1).sum(1).mean()
-          taus[dynamic_name(M, L, branch)] = 1 + float(kept)
+          kept = (place < M - 1).sum(1)
+          taus[dynamic_name(M, L, branch)] = tau(kept)
   return taus
 
 
