@@ -18,8 +18,7 @@ def filled(X: int, seed: int, dtype=jnp.float32) -> kv_cache.Rows:
 
 
 def full(S: int, seed: int, dtype=jnp.float32) -> kv_cache.Cache:
-  """A cache that holds `filled(S, seed)`."""
-  return tuple(Slots(r.k.swapaxes(2, 3), r.v) for r in filled(S, seed, dtype))
+  return kv_cache.of_rows(filled(S, seed, dtype))
 
 
 def by_row(layer: KV | Slots) -> list[jax.Array]:

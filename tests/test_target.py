@@ -284,7 +284,7 @@ def test_tree_nodes_equal_their_paths():
     masks.Attend(own=masks.Causal()),
     None,
   )
-  cache = kv_cache.resize(rows, 8)
+  cache = kv_cache.resize(kv_cache.of_rows(rows), 8)
   out, _ = model.apply(
     {"params": params},
     jnp.array([nodes]),

@@ -58,6 +58,11 @@ def init(
   )
 
 
+def of_rows(rows: Rows) -> Cache:
+  """A cache that is filled with just these rows."""
+  return tuple(Slots(r.k.swapaxes(2, 3), r.v) for r in rows)
+
+
 def capacity(cache: Cache) -> int:
   return cache[0].v.shape[2]
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.models import masks
+from eagle_jax.models import kv_cache, masks
 from eagle_jax.speculation import sampling as rule
 from eagle_jax.speculation.sampling import SamplingParams
 from eagle_jax.speculation.state import Models
@@ -135,8 +135,9 @@ def _logits(m: Models, tokens, last) -> tuple[jax.Array, jax.Array]:
   positions = jnp.arange(T)[None]
   out, rows = run(tokens, positions, masks.Attend(own=masks.Causal()), None)
   wide = run(out.feature[:, last], method="logits")
-  # The rows are the cache: the first `last` slots are seen.
+  # All rows make the cache: the first `last` slots are seen.
+  cache = kv_cache.of_rows(rows)
   here = jnp.full((1, 1), last)
   attend = masks.Attend(own=masks.Causal(), length=jnp.full(1, last))
-  one, _ = run(tokens[:, last][:, None], here, attend, rows)
+  one, _ = run(tokens[:, last][:, None], here, attend, cache)
   return run(one.feature[:, 0], method="logits"), wide
