@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from eagle_jax.checkpoints import hf_target
-from eagle_jax.models import layers, masks
+from eagle_jax.models import kv_cache, layers, masks
 from eagle_jax.models.kv_cache import KV, Slots
 
 # What `rope_parameters` says, beside the kind; original context 32 positions.
@@ -221,7 +221,7 @@ def rows(rng, X: int) -> KV:
 
 
 def as_slots(made: KV) -> Slots:
-  return Slots(made.k.swapaxes(2, 3), made.v)
+  return kv_cache.of_rows((made,))[0]
 
 
 @pytest.mark.parametrize("name", BLOCKS)

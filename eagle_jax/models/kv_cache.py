@@ -59,7 +59,7 @@ def init(
 
 
 def of_rows(rows: Rows) -> Cache:
-  """A cache that is filled with just these rows."""
+  """Rows laid out as slots: a cache that is filled with just these."""
   return tuple(Slots(r.k.swapaxes(2, 3), r.v) for r in rows)
 
 
@@ -89,8 +89,8 @@ def commit(cache: Cache, rows: Rows, start: Array) -> Cache:
   keys = jax.vmap(lambda c, r, s: put(c, r.astype(c.dtype), (0, 0, s)))
   values = jax.vmap(lambda c, r, s: put(c, r.astype(c.dtype), (0, s, 0)))
   return tuple(
-    Slots(keys(c.k, r.k.swapaxes(2, 3), start), values(c.v, r.v, start))
-    for c, r in zip(cache, rows, strict=True)
+    Slots(keys(c.k, r.k, start), values(c.v, r.v, start))
+    for c, r in zip(cache, of_rows(rows), strict=True)
   )
 
 
