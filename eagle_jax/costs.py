@@ -28,15 +28,18 @@ EXTENDED = (2, 8)  # rows
 class Costs:
   """Seconds of each part, for one batch; all by size, to interpolate.
 
-  verify: M -> one target pass (and the head over M rows where it is one
-    matmul). step: one step of the walk (the head of one row where it is lazy,
-    and the decision).
+  verify: M -> one target pass without the head.
+  head: M -> the head's one product over all nodes, for those M that have it
+    (`loading.lazy_head`). step: one step of the walk otherwise, which reads
+    the head for one row and decides; decide: the decision alone.
   first, level: branch -> drafting's fixed part and each level after the
     first. extend: rows -> the drafter re-reading accepted tokens.
   """
 
   verify: dict[int, float]
+  head: dict[int, float]
   step: float
+  decide: float
   first: dict[int, float]
   level: dict[int, float]
   extend: dict[int, float]
@@ -50,7 +53,13 @@ class Costs:
     )
 
   def verifying(self, nodes: int, tau: float) -> float:
-    return _at(self.verify, nodes) + tau * self.step
+    one_product = self.head and nodes <= max(self.head)
+    head = (
+      _at(self.head, nodes) + tau * self.decide
+      if one_product
+      else tau * self.step
+    )
+    return _at(self.verify, nodes) + head
 
   def cycle(self, spec: TreeSpec, tau: float) -> float:
     return self.drafting(spec) + self.verifying(spec.num_nodes, tau)
@@ -85,27 +94,28 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def _verify(m: Models, state: DecodeState, drafted: tree.Tree):
-  """The target's share of `decoding.cycle`."""
-  out, rows = m.target.apply(
+  """The target's share of `decoding.cycle`, without the head."""
+  return m.target.apply(
     {"params": m.target_params},
     drafted.tokens,
     state.length[:, None] + drafted.level,
     masks.Attend(own=masks.Tree(drafted.ancestors), length=state.length),
     state.cache,
   )
-  if m.lazy_head:
-    return out, rows
-  logits = m.target.apply(
-    {"params": m.target_params}, out.feature, method="logits"
-  )
-  return logits, out, rows
 
 
-def _step(m: Models, state: DecodeState, feature):
-  logits = m.target.apply({"params": m.target_params}, feature, method="logits")
+def _head(m: Models, feature):
+  return m.target.apply({"params": m.target_params}, feature, method="logits")
+
+
+def _decide(m: Models, state: DecodeState, logits):
   return sampling.next_token(
     logits, state.seen, state.sampling, state.seeds, state.length + 1
   )
+
+
+def _step(m: Models, state: DecodeState, feature):
+  return _decide(m, state, _head(m, feature))
 
 
 class Clock:
@@ -153,13 +163,27 @@ class Clock:
     )
     return self._time(_verify, m, self.state, drafted)
 
-  def step(self) -> float:
+  def head(self, nodes: int) -> float | None:
+    """None where the walk reads it node by node."""
+    spec = tree.chain(nodes - 1) if nodes > 1 else tree.plain()
+    m = loading.models(self.target, self.drafter, spec)
+    if m.lazy_head:
+      return None
+    c = self.target.config
+    return self._time(
+      _head, m, jnp.ones((self.B, nodes, c.hidden_size), c.dtype)
+    )
+
+  def step(self) -> tuple[float, float]:
+    """(with the head of one row, the decision alone)."""
     m = loading.models(self.target, self.drafter, tree.plain())
-    if not m.lazy_head:
-      return 0.0  # the head ran over all nodes
     c = self.target.config
     feature = jnp.ones((self.B, c.hidden_size), c.dtype)
-    return self._time(_step, m, self.state, feature)
+    logits = jnp.zeros((self.B, c.vocab_size), jnp.float32)
+    return (
+      self._time(_step, m, self.state, feature),
+      self._time(_decide, m, self.state, logits),
+    )
 
   def draft(self, branch: int) -> tuple[float, float]:
     """(fixed part, each level after the first)."""
@@ -210,10 +234,12 @@ def measure(
     verify[M] = clock.verify(M)
     if verify[M] > most * verify[1]:
       break
+  heads = {M: clock.head(M) for M in verify}
   drafts = {b: clock.draft(b) for b in branches}
   return Costs(
     verify,
-    clock.step(),
+    {M: s for M, s in heads.items() if s is not None},
+    *clock.step(),
     {b: d[0] for b, d in drafts.items()},
     {b: d[1] for b, d in drafts.items()},
     {rows: clock.extend(rows) for rows in EXTENDED},

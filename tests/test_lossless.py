@@ -14,9 +14,10 @@ import pytest
 import tiny
 from test_sampling import DEFAULTS, twin
 
-from eagle_jax import Sampling
-from eagle_jax.models import masks
+from eagle_jax import Sampling, loading
+from eagle_jax.models import layers, masks
 from eagle_jax.speculation import sampling, tree
+from eagle_jax.speculation.engine import Engine
 from eagle_jax.speculation.requests import Request
 
 TREES = {
@@ -139,6 +140,24 @@ def test_the_head_may_read_all_nodes_or_only_the_visited(plain, answers):
   eager = engines.build("eagle3", lazy_head=False)
   assert not eager.models.lazy_head
   got = eager.generate(REQUESTS)
+  engines.check_equal(plain, REQUESTS, answers, got)
+
+
+def test_a_wide_head_in_blocks_gives_the_same_tokens(
+  plain, answers, monkeypatch
+):
+  """As loading lays out a real vocabulary on a CPU, here in two blocks."""
+  monkeypatch.setattr(loading, "WIDE_HEAD", tiny.V - 1)
+  monkeypatch.setattr(layers, "HEAD_BLOCK", tiny.V // 2 + 1)
+  t = tiny.target()  # its own: what it caches is cut here
+  few = tree.dynamic(loading.FEW_NODES, 3, 2)
+  m = loading.models(t, tiny.drafter(t, "eagle3"), few)
+  assert m.target.blocked_head
+  assert not m.lazy_head
+  assert len(m.target_params["head_blocks"]) == 2
+  more = loading.models(t, None, tree.dynamic(loading.FEW_NODES + 1, 3, 2))
+  assert more.lazy_head
+  got = Engine(m, 3, None).generate(REQUESTS)
   engines.check_equal(plain, REQUESTS, answers, got)
 
 

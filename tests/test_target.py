@@ -10,8 +10,8 @@ import record_targets
 import tiny
 
 from eagle_jax.checkpoints import hf_target
-from eagle_jax.models import kv_cache, masks
-from eagle_jax.models.target import Target
+from eagle_jax.models import kv_cache, layers, masks
+from eagle_jax.models.target import Target, with_head_blocks
 
 CASES = (
   "eagle2_llama",
@@ -315,6 +315,27 @@ def test_packed_documents_equal_each_alone():
     np.testing.assert_allclose(
       out.feature[0, rows], alone.feature[0], atol=2e-5
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_blocks_gives_the_same_scores(tied, monkeypatch):
+  """Blocks 24 | 24 | 16 of 64 ids, read by 2 to 24 rows and by no others."""
+  monkeypatch.setattr(layers, "HEAD_BLOCK", 24)
+  t = tiny.target(tied_head=tied)
+  assert t.config.vocab_size == 64
+  params = with_head_blocks(t.params, t.config)
+  shapes = [b["kernel"].shape for b in params["head_blocks"].values()]
+  assert shapes == [(t.config.hidden_size, n) for n in (24, 24, 16)]
+  marked = jax.tree.map(lambda a: a + 1, params["head_blocks"])
+  for rows in (1, 2, 24, 25):
+    x = jax.random.normal(jax.random.key(rows), (rows, t.config.hidden_size))
+    whole = logits(Target(t.config), t.params, x)
+    blocked = Target(t.config, blocked_head=True)
+    got = logits(blocked, params, x)
+    np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)
+    other = logits(blocked, params | {"head_blocks": marked}, x)
+    reads_blocks = bool(jnp.any(jnp.abs(other - whole) > 0.1))
+    assert reads_blocks == (rows in (2, 24))
 
 
 def test_no_row_depends_on_a_later_token():

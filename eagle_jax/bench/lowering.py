@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from eagle_jax import sharding
+from eagle_jax import loading, sharding
 from eagle_jax.bench import hlo, roofline
 from eagle_jax.bench.roofline import CHIPS, Chip
 from eagle_jax.config import DrafterConfig, TargetConfig
@@ -157,11 +157,13 @@ def models(s: Shapes, draft: Draft | None, mesh: Mesh) -> Models:
   """`loading.models` with shapes for weights, placed for decoding."""
   t, d = s.target, draft.config if draft else None
   vector = jax.ShapeDtypeStruct
+  spec = draft.spec if draft else tree.plain()
+  platform = mesh.devices.flat[0].platform
   m = Models(
     target=Target(t, d.taps if d else ()),
     drafter=Drafter(d) if d else None,
-    spec=draft.spec if draft else tree.plain(),
-    lazy_head=mesh.devices.flat[0].platform == "cpu",  # as `loading.models`
+    spec=spec,
+    lazy_head=loading.lazy_head(spec.num_nodes, platform, blocked=False),
     target_params=target_params(t),
     drafter_params=drafter_params(d, t.dtype) if d else None,
     vocabulary=vector((d.draft_vocab_size,), jnp.int32) if d else None,

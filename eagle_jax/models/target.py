@@ -1,5 +1,7 @@
 """The target: a decoder-only transformer of the Llama shape."""
 
+import math
+
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
@@ -46,12 +48,30 @@ class DecoderLayer(nn.Module):
     return x + mlp(c, name="mlp")(h), rows
 
 
+FEW_ROWS = range(2, 25)  # rows of features that a `BlockedHead` is better for
+
+
+def with_head_blocks(params: dict, config: TargetConfig) -> dict:
+  """`params` and the head once more, as the blocks of a `BlockedHead`."""
+  if config.tied_head:
+    table = params["embed_tokens"]["embedding"]
+    cut = lambda start, stop: table[start:stop].T
+  else:
+    kernel = params["lm_head"]["kernel"]
+    cut = lambda start, stop: kernel[:, start:stop]
+  blocks = layers.column_blocks(config.vocab_size)
+  made = {f"block_{i}": {"kernel": cut(*b)} for i, b in enumerate(blocks)}
+  return params | {"head_blocks": made}
+
+
 class Target(nn.Module):
   """taps: layer numbers whose inputs are returned; num_layers = the output
-  of the last layer, before the final norm."""
+  of the last layer, before the final norm.
+  blocked_head: the parameters are those of `with_head_blocks`."""
 
   config: TargetConfig
   taps: tuple[int, ...] = ()
+  blocked_head: bool = False
 
   def setup(self):
     c = self.config
@@ -60,6 +80,8 @@ class Target(nn.Module):
     self.norm = layers.RMSNorm(c.norm_eps)
     if not c.tied_head:
       self.lm_head = layers.Head(c.vocab_size, c.dtype)
+    if self.blocked_head:
+      self.head_blocks = layers.BlockedHead(c.vocab_size, c.dtype)
 
   def __call__(
     self,
@@ -96,10 +118,14 @@ class Target(nn.Module):
     tapped = jnp.concatenate([*taps, feature[..., :0]], axis=-1)
     if not c.tied_head and self.is_initializing():
       self.lm_head(feature)
+    if self.blocked_head and self.is_initializing():
+      self.head_blocks(feature)
     return TargetOut(feature, tapped), tuple(rows)
 
   def logits(self, feature: Array) -> Array:
     """float32[..., V]. Its own call, so that nobody pays for unread rows."""
+    if self.blocked_head and math.prod(feature.shape[:-1]) in FEW_ROWS:
+      return self.head_blocks(feature)
     if self.config.tied_head:
       return self.embed_tokens.scores(feature)
     return self.lm_head(feature)

@@ -24,8 +24,8 @@ class Models:
 
   target, drafter: modules (drafter None: plain decoding).
   spec: the tree. lazy_head: the head reads only the nodes that the walk
-  visits, one by one (CPU: M rows of a large head cost more than a few single
-  ones); else one matmul over all nodes.
+  visits, one by one; else one matmul over all nodes (`loading.lazy_head` says
+  when).
   vocabulary: int32[W], draft id -> target id. ends: bool[V], end ids.
   """
 
