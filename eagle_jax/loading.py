@@ -16,7 +16,7 @@ from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
-from eagle_jax.models.target import Target, with_head_blocks
+from eagle_jax.models.target import Target, cpu_layout
 from eagle_jax.speculation.state import Models
 from eagle_jax.speculation.tree import TreeSpec
 
@@ -46,9 +46,9 @@ class LoadedTarget:
     return digest.hexdigest()[:16]
 
   @functools.cached_property
-  def blocked_params(self) -> dict:
-    """`params` with the blocks of the head, which are made once."""
-    return with_head_blocks(self.params, self.config)
+  def cpu_params(self) -> dict:
+    """`params` in their layout for a CPU, made once."""
+    return cpu_layout(self.params, self.config)
 
 
 def _folder(
@@ -217,14 +217,14 @@ def default_dtype() -> str:
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def lazy_head(nodes: int, platform: str, blocked: bool) -> bool:
+def lazy_head(nodes: int, platform: str, in_blocks: bool) -> bool:
   """Does the walk read the head node by node, or one product all M nodes?
 
   An accelerator reads the head once either way. For a CPU a product over M
   nodes costs several single rows, and only few of them with blocks: of 28M
   weights, one row 5.5 ms, 4 in blocks 7.4, 8 10.9, 16 15.7.
   """
-  return platform == "cpu" and not (blocked and nodes <= FEW_NODES)
+  return platform == "cpu" and not (in_blocks and nodes <= FEW_NODES)
 
 
 def models(
@@ -243,17 +243,17 @@ def models(
   if not ignore_eos:
     ends[list(target.ends)] = True
   platform = jax.default_backend()
-  # costs the memory of a second head
-  blocked = (
+  # costs the memory of a second head, and of q, k and v twice
+  on_cpu = (
     platform == "cpu" and mesh is None and target.config.vocab_size > WIDE_HEAD
   )
   taps = drafter.config.taps if drafter else ()
   m = Models(
-    target=Target(target.config, taps, blocked),
+    target=Target(target.config, taps, on_cpu),
     drafter=Drafter(drafter.config) if drafter else None,
     spec=spec,
-    lazy_head=lazy_head(spec.num_nodes, platform, blocked),
-    target_params=target.blocked_params if blocked else target.params,
+    lazy_head=lazy_head(spec.num_nodes, platform, on_cpu),
+    target_params=target.cpu_params if on_cpu else target.params,
     drafter_params=drafter.params if drafter else None,
     vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,
     ends=jnp.asarray(ends),

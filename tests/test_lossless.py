@@ -152,7 +152,7 @@ def test_a_wide_head_in_blocks_gives_the_same_tokens(
   t = tiny.target()  # its own: what it caches is cut here
   few = tree.dynamic(loading.FEW_NODES, 3, 2)
   m = loading.models(t, tiny.drafter(t, "eagle3"), few)
-  assert m.target.blocked_head
+  assert m.target.on_cpu
   assert not m.lazy_head
   assert len(m.target_params["head_blocks"]) == 2
   more = loading.models(t, None, tree.dynamic(loading.FEW_NODES + 1, 3, 2))

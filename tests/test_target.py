@@ -11,7 +11,7 @@ import tiny
 
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.models import kv_cache, layers, masks
-from eagle_jax.models.target import Target, with_head_blocks
+from eagle_jax.models.target import Target, cpu_layout
 
 CASES = (
   "eagle2_llama",
@@ -317,20 +317,42 @@ def test_packed_documents_equal_each_alone():
     )
 
 
+@pytest.mark.parametrize(
+  "switches", [{}, {"qkv_bias": True}, {"qk_norm": True}]
+)
+def test_layers_laid_out_for_a_cpu_make_the_same_features(switches):
+  t = tiny.target(num_layers=2, **switches)
+  params = jax.tree.map(  # biases and norms that matter
+    lambda a: a + 0.3 * jax.random.normal(jax.random.key(1), a.shape), t.params
+  )
+  ids = jax.random.randint(jax.random.key(2), (2, 5), 0, tiny.V)
+  _, whole = everything(t.config, params, ids, (1,))
+  model = Target(t.config, (1,), on_cpu=True)
+  positions = jnp.broadcast_to(jnp.arange(5), ids.shape)
+  laid_out = cpu_layout(params, t.config)
+  assert set(laid_out["layers_1"]["self_attn"]) & {"q_proj", "qkv_proj"} == {
+    "qkv_proj"
+  }
+  attend = masks.Attend(own=masks.Causal())
+  out, _ = model.apply({"params": laid_out}, ids, positions, attend, None)
+  for a, b in ((out.feature, whole.feature), (out.taps, whole.taps)):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_in_blocks_gives_the_same_scores(tied, monkeypatch):
   """Blocks 24 | 24 | 16 of 64 ids, read by 2 to 24 rows and by no others."""
   monkeypatch.setattr(layers, "HEAD_BLOCK", 24)
   t = tiny.target(tied_head=tied)
   assert t.config.vocab_size == 64
-  params = with_head_blocks(t.params, t.config)
+  params = cpu_layout(t.params, t.config)
   shapes = [b["kernel"].shape for b in params["head_blocks"].values()]
   assert shapes == [(t.config.hidden_size, n) for n in (24, 24, 16)]
   marked = jax.tree.map(lambda a: a + 1, params["head_blocks"])
   for rows in (1, 2, 24, 25):
     x = jax.random.normal(jax.random.key(rows), (rows, t.config.hidden_size))
     whole = logits(Target(t.config), t.params, x)
-    blocked = Target(t.config, blocked_head=True)
+    blocked = Target(t.config, on_cpu=True)
     got = logits(blocked, params, x)
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)
     other = logits(blocked, params | {"head_blocks": marked}, x)

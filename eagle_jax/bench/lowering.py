@@ -163,7 +163,7 @@ def models(s: Shapes, draft: Draft | None, mesh: Mesh) -> Models:
     target=Target(t, d.taps if d else ()),
     drafter=Drafter(d) if d else None,
     spec=spec,
-    lazy_head=loading.lazy_head(spec.num_nodes, platform, blocked=False),
+    lazy_head=loading.lazy_head(spec.num_nodes, platform, in_blocks=False),
     target_params=target_params(t),
     drafter_params=drafter_params(d, t.dtype) if d else None,
     vocabulary=vector((d.draft_vocab_size,), jnp.int32) if d else None,

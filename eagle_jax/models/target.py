@@ -28,6 +28,7 @@ class TargetOut:
 
 class DecoderLayer(nn.Module):
   config: TargetConfig
+  joined: bool
 
   @nn.compact
   def __call__(
@@ -39,7 +40,7 @@ class DecoderLayer(nn.Module):
   ) -> tuple[Array, KV]:
     c = self.config
     h = layers.RMSNorm(c.norm_eps, name="input_layernorm")(x)
-    h, rows = layers.Attention(c, name="self_attn")(
+    h, rows = layers.Attention(c, self.joined, name="self_attn")(
       h, positions, attend, prefix, None, ()
     )
     x += h
@@ -51,8 +52,12 @@ class DecoderLayer(nn.Module):
 FEW_ROWS = range(2, 25)  # rows of features that a `BlockedHead` is better for
 
 
-def with_head_blocks(params: dict, config: TargetConfig) -> dict:
-  """`params` and the head once more, as the blocks of a `BlockedHead`."""
+def cpu_layout(params: dict, config: TargetConfig) -> dict:
+  """`params` as a CPU decodes fastest, where passes are a few rows:
+
+  head_blocks             the head once more, in blocks of columns
+  self_attn/qkv_proj      of each layer, instead of q_proj, k_proj, v_proj
+  """
   if config.tied_head:
     table = params["embed_tokens"]["embedding"]
     cut = lambda start, stop: table[start:stop].T
@@ -61,26 +66,28 @@ def with_head_blocks(params: dict, config: TargetConfig) -> dict:
     cut = lambda start, stop: kernel[:, start:stop]
   blocks = layers.column_blocks(config.vocab_size)
   made = {f"block_{i}": {"kernel": cut(*b)} for i, b in enumerate(blocks)}
-  return params | {"head_blocks": made}
+  names = [f"layers_{i}" for i in range(config.num_layers)]
+  join = lambda p: p | {"self_attn": layers.join_qkv(p["self_attn"])}
+  return params | {n: join(params[n]) for n in names} | {"head_blocks": made}
 
 
 class Target(nn.Module):
   """taps: layer numbers whose inputs are returned; num_layers = the output
   of the last layer, before the final norm.
-  blocked_head: the parameters are those of `with_head_blocks`."""
+  on_cpu: the parameters are those of `cpu_layout`."""
 
   config: TargetConfig
   taps: tuple[int, ...] = ()
-  blocked_head: bool = False
+  on_cpu: bool = False
 
   def setup(self):
     c = self.config
     self.embed_tokens = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
-    self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+    self.layers = [DecoderLayer(c, self.on_cpu) for _ in range(c.num_layers)]
     self.norm = layers.RMSNorm(c.norm_eps)
     if not c.tied_head:
       self.lm_head = layers.Head(c.vocab_size, c.dtype)
-    if self.blocked_head:
+    if self.on_cpu:
       self.head_blocks = layers.BlockedHead(c.vocab_size, c.dtype)
 
   def __call__(
@@ -118,13 +125,13 @@ class Target(nn.Module):
     tapped = jnp.concatenate([*taps, feature[..., :0]], axis=-1)
     if not c.tied_head and self.is_initializing():
       self.lm_head(feature)
-    if self.blocked_head and self.is_initializing():
+    if self.on_cpu and self.is_initializing():
       self.head_blocks(feature)
     return TargetOut(feature, tapped), tuple(rows)
 
   def logits(self, feature: Array) -> Array:
     """float32[..., V]. Its own call, so that nobody pays for unread rows."""
-    if self.blocked_head and math.prod(feature.shape[:-1]) in FEW_ROWS:
+    if self.on_cpu and math.prod(feature.shape[:-1]) in FEW_ROWS:
       return self.head_blocks(feature)
     if self.config.tied_head:
       return self.embed_tokens.scores(feature)
