@@ -1,6 +1,7 @@
 """What needs 8 devices; run by test_sharding.py in a process that has them."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 import threading
@@ -31,14 +32,19 @@ quiet = lambda line: None
 # Decoding --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair():
-  target = tiny.target(num_layers=1, num_heads=8, num_kv_heads=4, head_size=4)
+MIXTURE = (("num_experts", 4), ("experts_per_token", 2))
+
+
+@functools.cache
+def pair(experts: tuple = ()):
+  target = tiny.target(
+    num_layers=1, num_heads=8, num_kv_heads=4, head_size=4, **dict(experts)
+  )
   return target, tiny.drafter(target, "eagle")
 
 
 @pytest.fixture(scope="module")
-def decode(pair):
+def decode():
   """mesh sizes -> tokens of two rows, one greedy and one drawn."""
   patch = pytest.MonkeyPatch()
   patch.setattr(engine, "SMALLEST_CAPACITY", 64)
@@ -48,9 +54,15 @@ def decode(pair):
     Request([4, 5], 16, Sampling(temperature=0.8, draft_noise=0.5), 7, 1),
   ]
 
-  def run(sizes):
+  @functools.cache
+  def run(sizes, experts=()):
     mesh = sizes and sharding.make_mesh(sizes)
-    m = loading.models(*pair, tree.chain(2), mesh=mesh)
+    m = loading.models(*pair(experts), tree.chain(2), mesh=mesh)
+    if mesh and experts:  # each expert is cut, none is dealt out whole
+      kernel = m.target_params["layers_0"]["mlp"]["experts"]["up_proj"][
+        "kernel"
+      ]
+      assert kernel.addressable_shards[0].data.shape == (4, tiny.D, 48 // 4)
     results = engine.Engine(m, 2, 60, mesh).generate(requests)
     return [r.token_ids for r in results]
 
@@ -58,20 +70,17 @@ def decode(pair):
   patch.undo()
 
 
-@pytest.fixture(scope="module")
-def alone(decode):
-  return decode(None)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4)])
-def test_a_mesh_gives_the_tokens_of_one_device(decode, alone, sizes):
+@pytest.mark.parametrize(
+  ("sizes", "experts"), [((1, 1, 8), ()), ((2, 1, 4), ()), ((2, 1, 4), MIXTURE)]
+)
+def test_a_mesh_gives_the_tokens_of_one_device(decode, sizes, experts):
   """8 ways cut 8 query heads but not the 4 kv heads; 4 ways cut both."""
-  assert decode(sizes) == alone
+  assert decode(sizes, experts) == decode(None, experts)
 
 
-def test_a_batch_must_divide_over_the_data_axis(pair):
+def test_a_batch_must_divide_over_the_data_axis():
   mesh = sharding.make_mesh((2, 1, 4))
-  m = loading.models(*pair, tree.chain(2), mesh=mesh)
+  m = loading.models(*pair(), tree.chain(2), mesh=mesh)
   with pytest.raises(InputError, match="batch_size 3 does not divide"):
     engine.Engine(m, 3, 60, mesh)
 
