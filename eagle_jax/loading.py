@@ -253,6 +253,7 @@ def models(
     drafter=Drafter(drafter.config) if drafter else None,
     spec=spec,
     lazy_head=lazy_head(spec.num_nodes, platform, on_cpu),
+    mesh=mesh,
     target_params=target.cpu_params if on_cpu else target.params,
     drafter_params=drafter.params if drafter else None,
     vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,

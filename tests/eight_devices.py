@@ -21,7 +21,7 @@ from eagle_jax.checkpoints import tensors
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.speculation import engine, tree
+from eagle_jax.speculation import engine, sampling, tree
 from eagle_jax.speculation.requests import Request
 from eagle_jax.training import start, step
 from eagle_jax.training.losses import Batch
@@ -49,6 +49,8 @@ def decode():
   patch = pytest.MonkeyPatch()
   patch.setattr(engine, "SMALLEST_CAPACITY", 64)
   patch.setattr(engine, "PREFILL_BUCKETS", (32,))
+  patch.setattr(sampling, "_WIDE", 8)  # children are found as in a wide head
+  patch.setattr(sampling, "_GROUP", 4)
   requests = [
     Request([1, 2, 3], 16),
     Request([4, 5], 16, Sampling(temperature=0.8, draft_noise=0.5), 7, 1),

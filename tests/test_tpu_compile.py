@@ -1,5 +1,6 @@
 """The decode cycle compiles for a TPU, by the real compiler, without one."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -8,8 +9,11 @@ import subprocess
 import sys
 
 import folders
+import jax
 import pytest
+import tiny_run
 
+from eagle_jax import sharding
 from eagle_jax.bench import lowering, shapes
 from eagle_jax.bench.lowering import Draft, Shapes, drafter_config
 from eagle_jax.config import TargetConfig
@@ -166,6 +170,18 @@ def test_a_line_through_two_depths():
   found = lowering.extrapolate(cost(7.0, 4), cost(11.0, 8), 32)["verify"]
   assert found.flops == 3 + 2 * 32
   assert found.collectives == {"all-reduce": (64, 640)}
+  grow = lambda flops: {"grow": lowering.hlo.Cost(flops=flops)}
+  assert lowering.extrapolate(grow(9.0), grow(8.0), 32)["grow"].flops == 8
+
+
+def test_a_train_step_lowers():
+  """As tpu/compile.py --what train compiles it; here for the devices at hand,
+  and no further than to the compiler's input."""
+  recipe = tiny_run.config(ROOT, "", batch_size=2)
+  s = dataclasses.replace(tiny(), train=recipe)
+  mesh = sharding.make_mesh((1, 1, 1), jax.devices()[:1])
+  text = lowering.lower_train(s, "eagle2", mesh).as_text()
+  assert "tensor<2x64xi32>" in text
 
 
 @pytest.mark.parametrize(

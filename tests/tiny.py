@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle_jax.checkpoints import drafter_configs
+from eagle_jax.checkpoints import drafter_configs, drafters
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.loading import LoadedTarget
@@ -100,11 +100,14 @@ def drafter(
   W = config.draft_vocab_size
   rng = np.random.default_rng(seed)
   vocabulary = np.sort(rng.permutation(t.vocab_size)[:W]).astype(np.int32)
-  params = start.with_target(
-    start.random(config, seed), config, t, target.params, vocabulary
-  )
+  params = start.random(config, seed)
+  if config.hidden_size == t.hidden_size:  # another width has its own tables
+    if not config.own_embedding:
+      params = params | {"embed_tokens": target.params["embed_tokens"]}
+    head = drafters.target_rows(t, target.params, vocabulary)
+    params = params | {"lm_head": head}
   if config.hidden_size == t.hidden_size and not t.num_experts:
-    params = start.from_last_layer(params, config, t, target.params)
+    params = start.from_last_layer(params, config, t, target.params, 1.0)
   if changes:  # norms start at 1 and biases at 0: a test would not see them
     params = jax.tree.map(
       lambda a: (

@@ -13,10 +13,13 @@ Plain decoding is the same cycle with a tree of the root alone (no levels):
 the walk takes one step, the token it finds is the next root.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from eagle_jax import sharding
 from eagle_jax.models import kv_cache, masks
 from eagle_jax.models.kv_cache import KV
 from eagle_jax.speculation import tree as trees
@@ -41,6 +44,14 @@ def _draft_noise(m: Models, state: DecodeState, position: Array) -> Array:
   )
 
 
+def _whole(m: Models, x: Array) -> Array:
+  """x [B, ...] cut along the batch alone: what follows is too small to share,
+  and XLA would share it, with a message for every small operation."""
+  if m.mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, sharding.batch(m.mesh, "decode"))
+
+
 def _children(m: Models, state: DecodeState, out: Array, position: Array):
   """(tokens, scores) [B, T, branch] of drafter outputs [B, T, D].
 
@@ -53,6 +64,7 @@ def _children(m: Models, state: DecodeState, out: Array, position: Array):
     m.vocabulary,
     state.sampling,
     _draft_noise(m, state, position),
+    functools.partial(_whole, m),
   )
 
 

@@ -10,6 +10,7 @@ coupling, arXiv 2408.07978).
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,9 @@ def next_token(
   return jax.lax.cond(jnp.any(needed), drawn, best, None)
 
 
-def top_k(x: Array, k: int) -> tuple[Array, Array]:
+def top_k(
+  x: Array, k: int, whole: Callable[[Array], Array] = lambda a: a
+) -> tuple[Array, Array]:
   """`jax.lax.top_k` over the last axis, ties included, for wide rows.
 
   A TPU sorts the whole row for `lax.top_k`. The k largest values lie in the k
@@ -183,10 +186,12 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
   Args:
     x: float32[..., W], finite.
+    whole: lays an array whole on every chip. Where W is cut, two small arrays
+      travel, the maxima and the best groups, and each chip does the rest.
   """
   W = x.shape[-1]
   if max(_WIDE, _GROUP * k) >= W:
-    return jax.lax.top_k(x, k)
+    return jax.lax.top_k(whole(x), k)
   parts = math.gcd(W, 16)
   part = W // parts
   groups = -(-part // _GROUP)
@@ -194,8 +199,9 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
   pad = [(0, 0)] * (x.ndim - 1) + [(0, groups * _GROUP - part)]
   x = jnp.pad(x, pad, constant_values=-jnp.inf)
   x = x.reshape(*x.shape[:-2], parts * groups, _GROUP)
-  chosen = jnp.sort(jax.lax.top_k(jnp.max(x, axis=-1), k)[1], axis=-1)
-  near = jnp.take_along_axis(x, chosen[..., None], axis=-2)
+  maxima = whole(jnp.max(x, axis=-1))
+  chosen = jnp.sort(jax.lax.top_k(maxima, k)[1], axis=-1)
+  near = whole(jnp.take_along_axis(x, chosen[..., None], axis=-2))
   best, at = jax.lax.top_k(near.reshape(*near.shape[:-2], k * _GROUP), k)
   group = jnp.take_along_axis(chosen, at // _GROUP, axis=-1)
   column = group % groups * _GROUP + at % _GROUP
@@ -208,6 +214,7 @@ def draft_children(
   vocabulary: Array,
   params: SamplingParams,
   noise: Array,
+  whole: Callable[[Array], Array] = lambda a: a,
 ) -> tuple[Array, Array]:
   """The best children of each row, and what they are worth.
 
@@ -221,6 +228,7 @@ def draft_children(
     logits: float32[B, T, W] of the drafter.
     vocabulary: int32[W], draft id -> target id.
     noise: float32[B, W] at the children's position, of the draft ids.
+    whole: as in `top_k`.
 
   Returns:
     tokens int32[B, T, branch] (target ids) and log-probabilities
@@ -230,6 +238,6 @@ def draft_children(
   warm = wide(params.temperature > 0)
   keys = logits / jnp.where(warm, wide(params.temperature), 1.0)
   keys += jnp.where(warm, wide(params.draft_noise), 0.0) * noise[:, None]
-  total = jax.nn.logsumexp(keys, axis=-1, keepdims=True)
-  best, index = top_k(keys, branch)
+  total = whole(jax.nn.logsumexp(keys, axis=-1, keepdims=True))
+  best, index = top_k(keys, branch, whole)
   return vocabulary[index], best - total

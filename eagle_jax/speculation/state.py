@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh
 
 from eagle_jax.models import kv_cache
 from eagle_jax.models.kv_cache import Cache
@@ -26,6 +27,7 @@ class Models:
   spec: the tree. lazy_head: the head reads only the nodes that the walk
   visits, one by one; else one matmul over all nodes (`loading.lazy_head` says
   when).
+  mesh: what everything lies on; None = one device.
   vocabulary: int32[W], draft id -> target id. ends: bool[V], end ids.
   """
 
@@ -33,6 +35,7 @@ class Models:
   drafter: object = struct.field(pytree_node=False)
   spec: TreeSpec = struct.field(pytree_node=False)
   lazy_head: bool = struct.field(pytree_node=False)
+  mesh: Mesh | None = struct.field(pytree_node=False)
   target_params: dict
   drafter_params: dict | None
   vocabulary: Array | None

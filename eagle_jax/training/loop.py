@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class TrainingData:
   """What is read: rows to train on, held-out rows, a digest of both files'
   contents, how often each id carries loss in the data (int64[V]), the draft
   vocabulary, and the rows to evaluate on."""
@@ -82,7 +82,7 @@ class Run:
   mesh: Mesh
   target: LoadedTarget
   networks: Networks
-  corpus: Corpus
+  corpus: TrainingData
   frozen: Frozen
   places: TrainState
   total: int
@@ -116,7 +116,7 @@ def load_target(c: TrainConfig, mesh: Mesh, say) -> LoadedTarget:
 
 def read_corpus(
   c: TrainConfig, target: LoadedTarget, out: pathlib.Path, say
-) -> Corpus:
+) -> TrainingData:
   """Tokenise all chats, or find them tokenised, and pack them."""
   T, V = c.row_length, target.config.vocab_size
 
@@ -142,7 +142,7 @@ def read_corpus(
   _check_rows(first, c.unroll_steps, "data")
   _check_rows(held.take(rows), c.unroll_steps, "heldout")
   both = f"{trained.fingerprint} {spared.fingerprint}"
-  return Corpus(packed, held, both, counts, vocabulary, rows)
+  return TrainingData(packed, held, both, counts, vocabulary, rows)
 
 
 def longest_answer(rows: dict[str, np.ndarray]) -> int:
@@ -174,7 +174,7 @@ def _check_rows(
     )
 
 
-def _describe(corpus: Corpus, say) -> None:
+def _describe(corpus: TrainingData, say) -> None:
   packed, counts = corpus.packed, corpus.counts
   covered = counts[corpus.vocabulary].sum() / counts.sum()
   say(
@@ -231,7 +231,11 @@ def drafter_config(
 
 
 def _kept_features(
-  c: TrainConfig, out: pathlib.Path, target: LoadedTarget, corpus: Corpus, say
+  c: TrainConfig,
+  out: pathlib.Path,
+  target: LoadedTarget,
+  corpus: TrainingData,
+  say,
 ) -> Kept | None:
   if c.features == "online":
     return None

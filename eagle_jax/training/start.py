@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from eagle_jax import loading, sharding
@@ -18,7 +19,11 @@ from eagle_jax.checkpoints.drafters import target_rows
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.loading import LoadedTarget
+from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import Target
+
+SAMPLE = 64  # tokens of the pass that measures the residual stream
 
 
 def random(config: DrafterConfig, seed: int) -> dict:
@@ -32,33 +37,50 @@ def random(config: DrafterConfig, seed: int) -> dict:
   )["params"]
 
 
-def with_target(
+def residual_size(target: LoadedTarget) -> Array:
+  """float32[]: RMS of the residual stream that the final norm reads, the
+  median over tokens drawn evenly from the vocabulary (the first of a sequence
+  is an outlier in most models)."""
+  c = target.config
+  ids = jnp.linspace(0, c.vocab_size - 1, SAMPLE).astype(jnp.int32)[None]
+  network = Target(c, (c.num_layers,))  # the output of the last layer
+
+  @jax.jit
+  def size(params):
+    out, _ = network.apply(
+      {"params": params},
+      ids,
+      jnp.arange(SAMPLE)[None],
+      masks.Attend(own=masks.Causal()),
+      None,
+    )
+    return jnp.median(jnp.sqrt(jnp.mean(jnp.square(out.taps), axis=-1)))
+
+  return size(target.params).astype(jnp.float32)
+
+
+def from_last_layer(
   params: dict,
   config: DrafterConfig,
   target: TargetConfig,
   target_params: dict,
-  vocabulary,
-) -> dict:
-  """`params` with the target's embedding and (cut) head in place.
-
-  A drafter of another width keeps its own tables.
-  """
-  if config.hidden_size != target.hidden_size:
-    return params
-  if not config.own_embedding:
-    params = params | {"embed_tokens": target_params["embed_tokens"]}
-  return params | {"lm_head": target_rows(target, target_params, vocabulary)}
-
-
-def from_last_layer(
-  params: dict, config: DrafterConfig, target: TargetConfig, target_params: dict
+  size: Array | float,
 ) -> dict:
   """Copy the target's last layer; the token half of each input starts near 0.
 
   kind "eagle3": fc passes the highest tap, the feature half of q/k/v, the
     norms, o and the mlp are the layer's.
-  kind "eagle": fc passes the feature; the layer's input norm, which an
-    EAGLE-1 layer lacks, is folded into q/k/v.
+  kind "eagle": fc passes the feature. The copied layer worked on the residual
+    stream x, an EAGLE-1 layer works on features, with one norm less:
+
+      f = x / rms(x) * s       s: scale of the target's final norm
+
+      q k v    read x / rms(x) * s_in    kernel rows    * s_in / s
+      mlp      reads x / rms(x) * s_post  norm's scale   * rms(s) / s
+      o, down  add to x                  kernel columns * s / rms(x)
+
+  Args:
+    size: rms(x), `residual_size`; only kind "eagle" needs it.
   """
   same = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_size")
   other = [
@@ -72,15 +94,25 @@ def from_last_layer(
       f" {'; '.join(other)}: use init 'random'"
     )
   D = config.hidden_size
+  final = target_params["norm"]["scale"]
+  # 1 / final, but not through an element near zero
+  mean_square = jnp.mean(jnp.square(final))
+  inverse = final / (jnp.square(final) + 1e-3 * mean_square)
   last = target_params[f"layers_{target.num_layers - 1}"]
   flat = tensors.flatten(params)
   for path, leaf in tensors.flatten(last).items():
-    if path.startswith(("mlp/", "post_attention_layernorm/")):
+    if config.kind == "eagle" and path.endswith(
+      ("o_proj/kernel", "down_proj/kernel")
+    ):
+      flat[path] = leaf * (final / size)
+    elif config.kind == "eagle" and path.startswith("post_attention_layernorm"):
+      flat[path] = leaf * inverse * jnp.sqrt(mean_square)
+    elif path.startswith(("mlp/", "post_attention_layernorm/")):
       flat[path] = leaf
     elif path.startswith("self_attn/"):
       if path.endswith("kernel") and "o_proj" not in path:
         if config.kind == "eagle":
-          scale = last["input_layernorm"]["scale"]
+          scale = last["input_layernorm"]["scale"] * inverse
           leaf = leaf * scale[:, None]
         else:
           leaf = jnp.concatenate([flat[path][:D] * 0.1, leaf])
@@ -190,11 +222,15 @@ def parameters(
   if init not in ("last_layer", "random"):
     return from_drafter(init, config, target, vocabulary, mesh, say)
   shared = ("embed_tokens", "lm_head")
+  copied = init == "last_layer"
+  size = residual_size(target) if copied and config.kind == "eagle" else 1.0
 
   def own(target_params):
     params = random(config, seed)
-    if init == "last_layer":
-      params = from_last_layer(params, config, target.config, target_params)
+    if copied:
+      params = from_last_layer(
+        params, config, target.config, target_params, size
+      )
     return {k: v for k, v in params.items() if k not in shared}
 
   places = sharding.parameters(
