@@ -1,6 +1,6 @@
 """`--tree auto`: the tree that gives most tokens a second on this device.
 
-  tokens a second = tau(tree) / (verify(M) + drafting(L, branch) + walk)
+  tokens a second = tau(tree) / (verify(M) + head + drafting(L, branch) + walk)
 
 tau comes from the drafter's saved calibration, or from a few answers decoded
 on the spot; the costs are timed on the device. The choice is kept in the
@@ -27,7 +27,9 @@ from eagle_jax.speculation.requests import Request
 from eagle_jax.speculation.tree import TreeSpec
 from eagle_jax.training import acceptance
 
-NODES = (1, 4, 8, 16, 32, 60)  # M whose verify pass is timed
+# M whose verify pass is timed; loading.FEW_NODES, where the head's cost bends,
+# is among them
+NODES = (1, 4, 8, 16, 32, 60)
 ANSWERS, LENGTH = 12, 64  # decoded where no calibration is saved
 _VERSION = 3  # of what is kept; raise it when the rule changes
 

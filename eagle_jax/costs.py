@@ -28,7 +28,8 @@ EXTENDED = (2, 8)  # rows
 class Costs:
   """Seconds of each part, for one batch; all by size, to interpolate.
 
-  verify: M -> one target pass without the head.
+  verify: M -> one target pass; on an accelerator with the head, and the walk
+    costs nothing beside it. What follows is of a CPU.
   head: M -> the head's one product over all nodes, for those M that have it
     (`loading.lazy_head`). step: one step of the walk otherwise, which reads
     the head for one row and decides; decide: the decision alone.
@@ -94,14 +95,20 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def _verify(m: Models, state: DecodeState, drafted: tree.Tree):
-  """The target's share of `decoding.cycle`, without the head."""
-  return m.target.apply(
+  """The target's share of `decoding.cycle`, on a CPU without the head."""
+  out, rows = m.target.apply(
     {"params": m.target_params},
     drafted.tokens,
     state.length[:, None] + drafted.level,
     masks.Attend(own=masks.Tree(drafted.ancestors), length=state.length),
     state.cache,
   )
+  return (out, rows) if _apart(m) else (_head(m, out.feature), out, rows)
+
+
+def _apart(m: Models) -> bool:
+  """Is the head a matter of its own: on a CPU?"""
+  return m.lazy_head or m.target.on_cpu
 
 
 def _head(m: Models, feature):
@@ -164,10 +171,10 @@ class Clock:
     return self._time(_verify, m, self.state, drafted)
 
   def head(self, nodes: int) -> float | None:
-    """None where the walk reads it node by node."""
+    """None where the walk reads it node by node, or verify has it."""
     spec = tree.chain(nodes - 1) if nodes > 1 else tree.plain()
     m = loading.models(self.target, self.drafter, spec)
-    if m.lazy_head:
+    if m.lazy_head or not _apart(m):
       return None
     c = self.target.config
     return self._time(
@@ -177,6 +184,8 @@ class Clock:
   def step(self) -> tuple[float, float]:
     """(with the head of one row, the decision alone)."""
     m = loading.models(self.target, self.drafter, tree.plain())
+    if not _apart(m):
+      return 0.0, 0.0
     c = self.target.config
     feature = jnp.ones((self.B, c.hidden_size), c.dtype)
     logits = jnp.zeros((self.B, c.vocab_size), jnp.float32)

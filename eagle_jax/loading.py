@@ -233,11 +233,14 @@ def models(
   spec: TreeSpec,
   ignore_eos: bool = False,
   mesh: Mesh | None = None,
+  place: bool = True,
 ) -> Models:
   """What a decode cycle needs; drafter None is plain decoding.
 
   Args:
-    mesh: lays everything out for decoding over it; None = as it lies.
+    mesh: what to decode over; None = one device.
+    place: lay everything out for decoding; False leaves the weights as they
+      lie on the mesh (as training has them).
   """
   ends = np.zeros(target.config.vocab_size, bool)
   if not ignore_eos:
@@ -259,6 +262,6 @@ def models(
     vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,
     ends=jnp.asarray(ends),
   )
-  if mesh is None:
+  if mesh is None or not place:
     return m
   return jax.device_put(m, sharding.decode_models(m, mesh))

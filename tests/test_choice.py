@@ -158,7 +158,7 @@ COSTS = costs.Costs(
   verify={1: 1.0, 8: 1.5, 16: 2.5},
   head={1: 0.08, 8: 0.15},
   step=0.1,
-  decide=0.02,
+  decide=0.03,
   first={1: 0.05, 10: 0.1},
   level={1: 0.1, 10: 0.4},
   extend={2: 0.1, 8: 0.15},
@@ -166,10 +166,11 @@ COSTS = costs.Costs(
 
 
 def test_costs_between_and_beyond_what_was_timed():
-  assert COSTS.plain() == pytest.approx(1.1)
+  assert COSTS.plain() == pytest.approx(1 + 0.08 + 0.03)
   assert COSTS.verifying(12, 2.0) == pytest.approx(2.0 + 0.2)  # row by row
-  one_product = 0.08 + 0.07 * 3 / 7 + 2 * 0.02
+  one_product = 0.08 + 0.07 * 3 / 7 + 2 * 0.03
   assert COSTS.verifying(4, 2.0) == pytest.approx(1 + 0.5 * 3 / 7 + one_product)
+  assert loading.FEW_NODES in choice.NODES
   by_row = dataclasses.replace(COSTS, head={})
   assert by_row.verifying(4, 2.0) == pytest.approx(1 + 0.5 * 3 / 7 + 0.2)
   spec = tree.dynamic(8, 3, 4)  # width 4 a level, five rows to extend

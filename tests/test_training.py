@@ -20,6 +20,9 @@ from refusals import refused
 from eagle_jax import distributed, loading, sharding
 from eagle_jax.checkpoints import drafters
 from eagle_jax.config import DrafterConfig, TargetConfig
+from eagle_jax.models import masks
+from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.target import DecoderLayer, Target
 from eagle_jax.speculation import engine, tree
 from eagle_jax.speculation.requests import Request
 from eagle_jax.training import config as configs
@@ -439,3 +442,50 @@ def test_peaks_go_by_the_longest_name():
   assert watch.peak_flops("TPU v5 lite") == 197e12
   assert watch.peak_flops("TPU v5") == 459e12
   assert watch.peak_flops("cpu") is None
+
+
+def test_an_eagle1_layer_starts_as_the_last_layer_on_features():
+  """Without tokens and chance: f = x / rms(x) * s in, s / rms(x) * last_layer(x) out."""
+  t = tiny.target(num_layers=1)
+  rng = np.random.default_rng(0)
+  D, size = t.config.hidden_size, 3.0
+  scale = lambda mean: (mean * (1 + rng.uniform(-0.1, 0.1, D))).astype("f")
+  last = t.params["layers_0"] | {
+    "input_layernorm": {"scale": scale(0.4)},
+    "post_attention_layernorm": {"scale": scale(0.3)},
+  }
+  s = scale(1.8)
+  x = rng.normal(size=(1, 6, D)).astype("f")
+  x *= size / np.sqrt((x**2).mean(-1, keepdims=True))
+  positions = np.arange(6)[None]
+  attend = masks.Attend(own=masks.Causal())
+  layer = DecoderLayer(t.config, joined=False)
+  y, _ = layer.apply({"params": last}, x, positions, attend, None)
+
+  config = tiny.drafter(t, "eagle").config
+  params = t.params | {"layers_0": last, "norm": {"scale": s}}
+  made = start.from_last_layer(
+    start.random(config, 0), config, t.config, params, size
+  )
+  made["fc"]["kernel"] = np.concatenate([np.zeros((D, D)), np.eye(D)])
+  f = x / size * s
+  ids = np.zeros((1, 6), np.int32)
+  out, _ = Drafter(config).apply(
+    {"params": made}, ids, f, positions, attend, None, None, ()
+  )
+  added, want = out - f, (y - x) / size * s
+  # two norms see s within 10% of its mean instead of 1
+  assert np.linalg.norm(added - want) < 0.1 * np.linalg.norm(want)
+  assert np.linalg.norm(want) > 0.02 * np.linalg.norm(f)
+
+
+def test_the_residual_stream_is_measured_before_the_final_norm():
+  t = tiny.target(num_layers=1)
+  ids = np.linspace(0, tiny.V - 1, start.SAMPLE).astype(int)[None]
+  positions = np.arange(ids.shape[1])[None]
+  attend = masks.Attend(own=masks.Causal())
+  out, _ = Target(t.config, (1,)).apply(
+    {"params": t.params}, ids, positions, attend, None
+  )
+  sizes = np.sqrt((np.asarray(out.taps) ** 2).mean(-1))
+  assert float(start.residual_size(t)) == pytest.approx(np.median(sizes))

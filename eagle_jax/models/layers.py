@@ -229,7 +229,7 @@ class BlockedHead(nn.Module):
 
   XLA's Eigen path plans badly for few rows and very many columns: 2 to 6 rows
   of D 576 against 49,152 columns take 30 ms (131 ms against the transposed
-  table, 20 ms with the table as the left operand) and 8 ms in such blocks;
+  table, 20 ms with the table as the left operand) and 7 ms in such blocks;
   one row takes 5.5 ms however it is laid out, and from about 24 rows on blocks
   are slower.
   """

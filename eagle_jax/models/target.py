@@ -125,8 +125,6 @@ class Target(nn.Module):
     tapped = jnp.concatenate([*taps, feature[..., :0]], axis=-1)
     if not c.tied_head and self.is_initializing():
       self.lm_head(feature)
-    if self.on_cpu and self.is_initializing():
-      self.head_blocks(feature)
     return TargetOut(feature, tapped), tuple(rows)
 
   def logits(self, feature: Array) -> Array:

@@ -60,7 +60,7 @@ class Decoder:
       raise InputError(
         "decode_every finds no held-out prompt before an answer: set it to 0"
       )
-    m = loading.models(target, drafter, spec)
+    m = loading.models(target, drafter, spec, mesh=mesh, place=False)
     everywhere = sharding.replicated(mesh)
     m = m.replace(
       vocabulary=jax.device_put(drafter.vocabulary, everywhere),

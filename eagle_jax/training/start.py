@@ -23,6 +23,7 @@ from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 
+FLOOR = 1e-3  # of 1 / s, so that no element near zero is divided by
 SAMPLE = 64  # tokens of the pass that measures the residual stream
 
 
@@ -95,9 +96,8 @@ def from_last_layer(
     )
   D = config.hidden_size
   final = target_params["norm"]["scale"]
-  # 1 / final, but not through an element near zero
   mean_square = jnp.mean(jnp.square(final))
-  inverse = final / (jnp.square(final) + 1e-3 * mean_square)
+  inverse = final / (jnp.square(final) + FLOOR * mean_square)
   last = target_params[f"layers_{target.num_layers - 1}"]
   flat = tensors.flatten(params)
   for path, leaf in tensors.flatten(last).items():
