@@ -445,7 +445,8 @@ def test_peaks_go_by_the_longest_name():
 
 
 def test_an_eagle1_layer_starts_as_the_last_layer_on_features():
-  """Without tokens and chance: f = x / rms(x) * s in, s / rms(x) * last_layer(x) out."""
+  """f = x / rms(x) * s goes in, s / rms(x) * last_layer(x) comes out, where fc
+  adds nothing by chance."""
   t = tiny.target(num_layers=1)
   rng = np.random.default_rng(0)
   D, size = t.config.hidden_size, 3.0
