@@ -155,9 +155,12 @@ class Clock:
     )
     return timed(functools.partial(run, m, *args))
 
-  def verify(self, nodes: int) -> float:
+  def _models(self, nodes: int) -> Models:
     spec = tree.chain(nodes - 1) if nodes > 1 else tree.plain()
-    m = loading.models(self.target, self.drafter, spec)
+    return loading.models(self.target, self.drafter, spec)
+
+  def verify(self, nodes: int) -> float:
+    m = self._models(nodes)
     parent = jnp.maximum(jnp.arange(nodes) - 1, 0)[None]
     wide = lambda a: jnp.broadcast_to(a, (self.B, nodes)).astype(jnp.int32)
     drafted = tree.Tree(
@@ -172,9 +175,8 @@ class Clock:
 
   def head(self, nodes: int) -> float | None:
     """None where the walk reads it node by node, or verify has it."""
-    spec = tree.chain(nodes - 1) if nodes > 1 else tree.plain()
-    m = loading.models(self.target, self.drafter, spec)
-    if m.lazy_head or not _apart(m):
+    m = self._models(nodes)
+    if m.lazy_head or not m.target.on_cpu:
       return None
     c = self.target.config
     return self._time(
@@ -183,7 +185,7 @@ class Clock:
 
   def step(self) -> tuple[float, float]:
     """(with the head of one row, the decision alone)."""
-    m = loading.models(self.target, self.drafter, tree.plain())
+    m = self._models(1)
     if not _apart(m):
       return 0.0, 0.0
     c = self.target.config

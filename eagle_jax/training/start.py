@@ -6,6 +6,7 @@ worth several points of acceptance on little data.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 
 FLOOR = 1e-3  # of 1 / s, so that no element near zero is divided by
+QKV = re.compile(r"self_attn/[qkv]_proj/kernel")
 SAMPLE = 64  # tokens of the pass that measures the residual stream
 
 
@@ -60,28 +62,49 @@ def residual_size(target: LoadedTarget) -> Array:
   return size(target.params).astype(jnp.float32)
 
 
+def _on_features(layer: dict, final: Array, size: Array | float) -> dict:
+  """A target layer, which works on the residual stream x, for an EAGLE-1
+  layer, which works on features and has no input norm:
+
+    f = x / rms(x) * s       s: `final`, scale of the target's last norm
+
+    q k v    read x / rms(x) * s_in     kernel rows    * s_in / s
+    mlp      reads x / rms(x) * s_post  norm's scale   * rms(s) / s
+    o, down  add to x                   kernel columns * s / rms(x)
+
+  Args:
+    size: rms(x), `residual_size`.
+  """
+  mean_square = jnp.mean(jnp.square(final))
+  inverse = final / (jnp.square(final) + FLOOR * mean_square)
+  rows = (layer["input_layernorm"]["scale"] * inverse)[:, None]
+  made = {}
+  for path, leaf in tensors.flatten(layer).items():
+    if QKV.fullmatch(path):
+      leaf = leaf * rows
+    elif path.startswith("post_attention_layernorm/"):
+      leaf = leaf * inverse * jnp.sqrt(mean_square)
+    elif path.endswith(("o_proj/kernel", "down_proj/kernel")):
+      leaf = leaf * (final / size)
+    made[path] = leaf
+  return tensors.nest(made)
+
+
 def from_last_layer(
   params: dict,
   config: DrafterConfig,
   target: TargetConfig,
   target_params: dict,
-  size: Array | float,
+  size: Array | float | None,
 ) -> dict:
   """Copy the target's last layer; the token half of each input starts near 0.
 
   kind "eagle3": fc passes the highest tap, the feature half of q/k/v, the
     norms, o and the mlp are the layer's.
-  kind "eagle": fc passes the feature. The copied layer worked on the residual
-    stream x, an EAGLE-1 layer works on features, with one norm less:
-
-      f = x / rms(x) * s       s: scale of the target's final norm
-
-      q k v    read x / rms(x) * s_in    kernel rows    * s_in / s
-      mlp      reads x / rms(x) * s_post  norm's scale   * rms(s) / s
-      o, down  add to x                  kernel columns * s / rms(x)
+  kind "eagle": fc passes the feature; the layer is `_on_features`.
 
   Args:
-    size: rms(x), `residual_size`; only kind "eagle" needs it.
+    size: `residual_size`; only kind "eagle" needs it.
   """
   same = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_size")
   other = [
@@ -95,28 +118,16 @@ def from_last_layer(
       f" {'; '.join(other)}: use init 'random'"
     )
   D = config.hidden_size
-  final = target_params["norm"]["scale"]
-  mean_square = jnp.mean(jnp.square(final))
-  inverse = final / (jnp.square(final) + FLOOR * mean_square)
   last = target_params[f"layers_{target.num_layers - 1}"]
+  if config.kind == "eagle":
+    last = _on_features(last, target_params["norm"]["scale"], size)
   flat = tensors.flatten(params)
   for path, leaf in tensors.flatten(last).items():
-    if config.kind == "eagle" and path.endswith(
-      ("o_proj/kernel", "down_proj/kernel")
-    ):
-      flat[path] = leaf * (final / size)
-    elif config.kind == "eagle" and path.startswith("post_attention_layernorm"):
-      flat[path] = leaf * inverse * jnp.sqrt(mean_square)
-    elif path.startswith(("mlp/", "post_attention_layernorm/")):
-      flat[path] = leaf
-    elif path.startswith("self_attn/"):
-      if path.endswith("kernel") and "o_proj" not in path:
-        if config.kind == "eagle":
-          scale = last["input_layernorm"]["scale"] * inverse
-          leaf = leaf * scale[:, None]
-        else:
-          leaf = jnp.concatenate([flat[path][:D] * 0.1, leaf])
-      flat[path] = leaf
+    if path.startswith("input_layernorm/"):
+      continue  # "eagle" has none, "eagle3" names it otherwise
+    if config.kind == "eagle3" and QKV.fullmatch(path):
+      leaf = jnp.concatenate([flat[path][:D] * 0.1, leaf])
+    flat[path] = leaf
   unknown = flat.keys() - tensors.flatten(params).keys()
   if unknown:
     raise InputError(
@@ -223,7 +234,7 @@ def parameters(
     return from_drafter(init, config, target, vocabulary, mesh, say)
   shared = ("embed_tokens", "lm_head")
   copied = init == "last_layer"
-  size = residual_size(target) if copied and config.kind == "eagle" else 1.0
+  size = residual_size(target) if copied and config.kind == "eagle" else None
 
   def own(target_params):
     params = random(config, seed)
