@@ -251,14 +251,17 @@ def models(
     platform == "cpu" and mesh is None and target.config.vocab_size > WIDE_HEAD
   )
   taps = drafter.config.taps if drafter else ()
+  drafter_params = None
+  if drafter:
+    drafter_params = drafter.cpu_params if on_cpu else drafter.params
   m = Models(
     target=Target(target.config, taps, on_cpu),
-    drafter=Drafter(drafter.config) if drafter else None,
+    drafter=Drafter(drafter.config, on_cpu) if drafter else None,
     spec=spec,
     lazy_head=lazy_head(spec.num_nodes, platform, on_cpu),
     mesh=mesh,
     target_params=target.cpu_params if on_cpu else target.params,
-    drafter_params=drafter.params if drafter else None,
+    drafter_params=drafter_params,
     vocabulary=jnp.asarray(drafter.vocabulary) if drafter else None,
     ends=jnp.asarray(ends),
   )

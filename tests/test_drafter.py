@@ -10,7 +10,7 @@ import tiny
 
 from eagle_jax.checkpoints import drafters, hf_target, tensors
 from eagle_jax.models import kv_cache, masks
-from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.drafter import Drafter, cpu_layout
 
 EAGLE = ("eagle2_llama", "eagle2_llama_bin", "eagle2_qwen2")
 EAGLE3 = ("eagle3_llama", "eagle3_qwen3")
@@ -69,6 +69,28 @@ def test_golden_outputs(golden, case):
   scores = method(loaded, "logits", out)
   assert scores.shape[-1] == loaded.config.draft_vocab_size
   assert relative(scores, arrays["drafter/logits"]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("switches", [{}, {"qkv_bias": True}])
+def test_a_drafter_laid_out_for_a_cpu_makes_the_same_outputs(kind, switches):
+  d = tiny.drafter(tiny.target(), kind, **switches)
+  params = jax.tree.map(  # biases and norms that matter
+    lambda a: a + 0.3 * jax.random.normal(jax.random.key(1), a.shape), d.params
+  )
+  ids = jax.random.randint(jax.random.key(2), (2, 5), 0, tiny.V)
+  features = jax.random.normal(
+    jax.random.key(3), (*ids.shape, d.config.read_size)
+  )
+  positions = jnp.broadcast_to(jnp.arange(5), ids.shape)
+  scores = [
+    model.apply({"params": p}, ids, features, positions, method="everything")
+    for model, p in (
+      (Drafter(d.config), params),
+      (Drafter(d.config, on_cpu=True), cpu_layout(params)),
+    )
+  ]
+  np.testing.assert_allclose(*scores, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", EAGLE3)

@@ -66,7 +66,9 @@ def test_rope_matches_transformers(name):
   wanted, _ = modeling_llama.apply_rotary_pos_emb(
     torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2
   )
-  got = layers.rotate(jnp.asarray(x), jnp.asarray(positions), ours)
+  got = layers.rotate(
+    jnp.asarray(x), layers.rotary(jnp.asarray(positions), ours)
+  )
   np.testing.assert_allclose(got, wanted.numpy(), atol=3e-5)
 
 
@@ -92,8 +94,8 @@ def test_rope_is_relative():
   positions = jnp.array([[0, 3, 4, 9]])
   score = lambda shift: jnp.einsum(
     "BTNH,BSNH->BTS",
-    layers.rotate(q, positions + shift, config),
-    layers.rotate(k, positions + shift, config),
+    layers.rotate(q, layers.rotary(positions + shift, config)),
+    layers.rotate(k, layers.rotary(positions + shift, config)),
   )
   np.testing.assert_allclose(score(0), score(50), atol=1e-4)
 
@@ -327,8 +329,10 @@ def test_head_size_need_not_divide_the_width():
   config = tiny.target_config(head_size=16)  # 4 heads of 16 over D = 32
   assert config.num_heads * config.head_size != config.hidden_size
   x = jnp.ones((1, 3, config.hidden_size))
+  positions = jnp.arange(3)[None]
   arguments = (
-    jnp.arange(3)[None],
+    positions,
+    layers.rotary(positions, config),
     masks.Attend(own=masks.Causal()),
     None,
     None,

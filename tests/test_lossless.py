@@ -155,6 +155,8 @@ def test_a_wide_head_in_blocks_gives_the_same_tokens(
   assert m.target.on_cpu
   assert not m.lazy_head
   assert len(m.target_params["head_blocks"]) == 2
+  assert m.drafter.on_cpu
+  assert "qkv_proj" in m.drafter_params["self_attn"]
   more = loading.models(t, None, tree.dynamic(loading.FEW_NODES + 1, 3, 2))
   assert more.lazy_head
   got = Engine(m, 3, None).generate(REQUESTS)

@@ -20,7 +20,7 @@ from refusals import refused
 from eagle_jax import distributed, loading, sharding
 from eagle_jax.checkpoints import drafters
 from eagle_jax.config import DrafterConfig, TargetConfig
-from eagle_jax.models import masks
+from eagle_jax.models import layers, masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import DecoderLayer, Target
 from eagle_jax.speculation import engine, tree
@@ -461,7 +461,8 @@ def test_an_eagle1_layer_starts_as_the_last_layer_on_features():
   positions = np.arange(6)[None]
   attend = masks.Attend(own=masks.Causal())
   layer = DecoderLayer(t.config, joined=False)
-  y, _ = layer.apply({"params": last}, x, positions, attend, None)
+  turn = layers.rotary(positions, t.config)
+  y, _ = layer.apply({"params": last}, x, positions, turn, attend, None)
 
   config = tiny.drafter(t, "eagle").config
   params = t.params | {"layers_0": last, "norm": {"scale": s}}

@@ -8,6 +8,7 @@ head is the target's own) are not stored again: `d2t` says which rows.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -22,7 +23,7 @@ from eagle_jax.checkpoints.hf_target import read_config
 from eagle_jax.checkpoints.tensors import Rule
 from eagle_jax.config import SWITCHES, DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
-from eagle_jax.models.drafter import Drafter
+from eagle_jax.models.drafter import Drafter, cpu_layout
 
 _TOP = r"(?:model\.)?"  # some projects store it, some do not
 _SHARED = [
@@ -103,6 +104,11 @@ class LoadedDrafter:
   params: dict
   vocabulary: np.ndarray
   notes: dict
+
+  @functools.cached_property
+  def cpu_params(self) -> dict:
+    """`params` in their layout for a CPU, made once."""
+    return cpu_layout(self.params)
 
 
 def parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:

@@ -39,17 +39,25 @@ from eagle_jax.models import layers, masks
 from eagle_jax.models.kv_cache import KV, Slots
 
 
+def cpu_layout(params: dict) -> dict:
+  """`params` as a CPU decodes fastest: `layers.join_qkv`."""
+  return params | {"self_attn": layers.join_qkv(params["self_attn"])}
+
+
 class Drafter(nn.Module):
   """Parameters `embed_tokens` are the target's unless config.own_embedding; so
-  is `lm_head`, cut to the draft vocabulary, for kind "eagle"."""
+  is `lm_head`, cut to the draft vocabulary, for kind "eagle".
+
+  on_cpu: the parameters are those of `cpu_layout`."""
 
   config: DrafterConfig
+  on_cpu: bool = False
 
   def setup(self):
     c = self.config
     self.embed_tokens = layers.Embed(c.vocab_size, c.hidden_size, c.dtype)
     self.fc = layers.Dense(c.hidden_size, c.dtype, c.fc_bias)
-    self.self_attn = layers.Attention(c)
+    self.self_attn = layers.Attention(c, self.on_cpu)
     self.mlp = layers.MLP(c)
     self.post_attention_layernorm = layers.RMSNorm(c.norm_eps)
     self.lm_head = layers.Head(c.draft_vocab_size, c.dtype)
@@ -122,7 +130,8 @@ class Drafter(nn.Module):
       h = jnp.concatenate([self.input_layernorm(embedded), normed], -1)
     else:
       x = h = self.fc(jnp.concatenate([embedded, features], -1))
-    h, rows = self.self_attn(h, positions, attend, prefix, earlier, steps)
+    turn = layers.rotary(positions, c)
+    h, rows = self.self_attn(h, positions, turn, attend, prefix, earlier, steps)
     x += h
     x += self.mlp(self.post_attention_layernorm(x))
     return self.norm(x) if c.norm_output else x, rows

@@ -74,17 +74,27 @@ def rope_frequencies(config: LayerConfig) -> tuple[np.ndarray, float]:
   )
 
 
-def rotate(x: Array, positions: Array, config: LayerConfig) -> Array:
-  """Rotary embedding (arXiv 2104.09864), rotate-half pairing.
+def rotary(positions: Array, config: LayerConfig) -> tuple[Array, Array]:
+  """(cos, sin) float32[B, T, 1, H/2] of `positions` int32[B, T], for `rotate`.
 
-  Args:
-    x: [B, T, heads, H].
-    positions: int32[B, T].
+  Made once a pass: without the barrier XLA moves the cosines into each layer's
+  own loops and computes them for every head and layer anew.
   """
   freq, factor = rope_frequencies(config)
   angles = positions[..., None].astype(jnp.float32) * freq  # [B, T, H/2]
   cos = (jnp.cos(angles) * factor)[:, :, None]
   sin = (jnp.sin(angles) * factor)[:, :, None]
+  return jax.lax.optimization_barrier((cos, sin))
+
+
+def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
+  """Rotary embedding (arXiv 2104.09864), rotate-half pairing.
+
+  Args:
+    x: [B, T, heads, H].
+    turn: `rotary` of the rows' positions.
+  """
+  cos, sin = turn
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(
     x.dtype
@@ -320,6 +330,7 @@ class Attention(nn.Module):
     self,
     x: Array,
     positions: Array,
+    turn: tuple[Array, Array],
     attend: masks.Attend,
     prefix: Slots | None,
     earlier: KV | None,
@@ -341,8 +352,8 @@ class Attention(nn.Module):
     if c.qk_norm:
       q = RMSNorm(c.norm_eps, name="q_norm")(q)
       k = RMSNorm(c.norm_eps, name="k_norm")(k)
-    q = rotate(q, positions, c)
-    k = rotate(k, positions, c)
+    q = rotate(q, turn)
+    k = rotate(k, turn)
     own = KV(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     out = attention(q, own, positions, attend, prefix, earlier, steps)
     out = out.reshape(B, T, c.num_heads * c.head_size)

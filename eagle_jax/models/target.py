@@ -35,13 +35,14 @@ class DecoderLayer(nn.Module):
     self,
     x: Array,
     positions: Array,
+    turn: tuple[Array, Array],
     attend: masks.Attend,
     prefix: Slots | None,
   ) -> tuple[Array, KV]:
     c = self.config
     h = layers.RMSNorm(c.norm_eps, name="input_layernorm")(x)
     h, rows = layers.Attention(c, self.joined, name="self_attn")(
-      h, positions, attend, prefix, None, ()
+      h, positions, turn, attend, prefix, None, ()
     )
     x += h
     h = layers.RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
@@ -111,13 +112,14 @@ class Target(nn.Module):
     c = self.config
     if c.sliding_window is not None:
       attend = attend.replace(window=c.sliding_window)
+    turn = layers.rotary(positions, c)
     x = self.embed_tokens(tokens)
     taps, rows = [], []
     for i, layer in enumerate(self.layers):
       if i in self.taps:
         taps.append(x)
       prefix = None if cache is None else cache[i]
-      x, made = layer(x, positions, attend, prefix)
+      x, made = layer(x, positions, turn, attend, prefix)
       rows.append(made)
     if c.num_layers in self.taps:
       taps.append(x)
