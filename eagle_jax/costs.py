@@ -130,12 +130,20 @@ class Clock:
 
   Args:
     batch_size: rows decoded together.
+    temperature: 0 = greedy; above it decisions draw noise, and drafts are
+      ranked by it where draft_noise is above 0.
   """
 
   def __init__(
-    self, target: LoadedTarget, drafter: LoadedDrafter, batch_size: int
+    self,
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    batch_size: int,
+    temperature: float = 0.0,
+    draft_noise: float = 0.0,
   ):
     self.target, self.drafter, self.B = target, drafter, batch_size
+    self.setting = sampling.one_setting(batch_size, temperature, draft_noise)
     self.slots = min(SLOTS, target.config.max_positions)
     plain = loading.models(target, drafter, tree.chain(1))
     # the caches do not depend on the tree
@@ -147,6 +155,7 @@ class Clock:
       length=full,
       limit=full * 2,
       finished=jnp.zeros(self.B, bool),
+      sampling=self.setting,
     )
 
   def _time(self, part, m: Models, *args) -> float:
@@ -231,6 +240,8 @@ def measure(
   nodes: Sequence[int],
   branches: Sequence[int],
   most: float,
+  temperature: float = 0.0,
+  draft_noise: float = 0.0,
 ) -> Costs:
   """Time the parts; larger M are left out once they cannot pay.
 
@@ -238,8 +249,9 @@ def measure(
     nodes: M, ascending, 1 first. branches: at least one.
     most: tokens a pass of the best tree there is; a pass that costs more
       than so many plain ones is slower than plain decoding.
+    temperature, draft_noise: as in `Clock`.
   """
-  clock = Clock(target, drafter, batch_size)
+  clock = Clock(target, drafter, batch_size, temperature, draft_noise)
   verify: dict[int, float] = {}
   for M in nodes:
     verify[M] = clock.verify(M)

@@ -75,7 +75,12 @@ class Session:
     o, spec = self.o, self.spec
     if self.auto:
       spec = choice.spec(
-        self.target, self.drafter, o.batch_size, say, o.verbose
+        self.target,
+        self.drafter,
+        o.batch_size,
+        self.sampling,
+        say,
+        o.verbose,
       )
     return self._generator(o.method, spec)
 

@@ -13,11 +13,12 @@ import tiny
 from engines import unoptimised  # noqa: F401 (compiles fast)
 
 from eagle_jax import choice, costs, generation, loading
+from eagle_jax.config import Sampling
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.options import DecodeOptions
 from eagle_jax.session import Session
-from eagle_jax.speculation import tree
-from eagle_jax.training import acceptance, losses
+from eagle_jax.speculation import sampling, tree
+from eagle_jax.training import acceptance, batches, losses
 
 
 def observed(n: int, levels: int = 8, width: int = 10, seed: int = 0):
@@ -154,6 +155,40 @@ def test_observe_is_the_unrolled_drafter(monkeypatch):
   )
 
 
+def test_observed_drafts_use_the_noise_that_the_answer_was_drawn_with(
+  monkeypatch,
+):
+  """Against a loop over contexts."""
+  monkeypatch.setattr(acceptance, "LEVELS", (1, 2, 3))
+  target = engines.target(num_layers=1)
+  drafter = tiny.drafter(target, "eagle")
+  packed = test_losses.pack(test_losses.documents([24, 14]), 40)
+  rows = [getattr(packed, n) for n in batches.FIELDS]
+  seed = np.asarray(sampling.row_seed(3, 5, 0))
+  drawn = acceptance.Drawn(0.7, 0.6, seed[None])
+  seen = acceptance.observe(target, drafter, *rows, drawn)
+  batch = test_losses.batch_of(target, drafter, packed)
+  module = Drafter(drafter.config)
+  outs = losses.unroll(module, drafter.params, batch, 3, None, False)
+  counted = np.flatnonzero(np.asarray(losses.counted(batch, 2))[0])
+  assert len(counted) == len(seen.rank) > 5
+  for i in range(3):
+    logits = np.asarray(
+      module.apply({"params": drafter.params}, outs[i][0], method="logits")
+    )
+    for at, row in enumerate(counted):
+      position = jnp.asarray([packed.positions[0, row] + 2 + i])
+      noise = sampling.gumbel(seed[None], position, tiny.V)[0]
+      keys = logits[row] / 0.7 + 0.6 * np.asarray(noise)[drafter.vocabulary]
+      best = np.argsort(-keys, kind="stable")[:10]
+      found = np.flatnonzero(
+        drafter.vocabulary[best] == packed.tokens[0, row + 2 + i]
+      )
+      assert seen.rank[at, i] == (found[0] if found.size else 10)
+      wanted = keys[best] - np.log(np.exp(keys).sum())
+      np.testing.assert_allclose(seen.scores[at, i], wanted, atol=1e-4)
+
+
 COSTS = costs.Costs(
   verify={1: 1.0, 8: 1.5, 16: 2.5},
   head={1: 0.08, 8: 0.15},
@@ -223,6 +258,22 @@ def test_auto_is_measured_once_and_sizes_win(
   monkeypatch.setattr(costs, "measure", None)  # nothing is timed again
   assert spec(make()) == first
   assert "timing" not in capsys.readouterr().err
+  # sampling has costs of its own, timed once for all temperatures
+  asked = []
+
+  def measured(*args):
+    asked.append(args[-2:])
+    return COSTS
+
+  monkeypatch.setattr(costs, "measure", measured)
+  warm = make(temperature=0.8, draft_noise=0.5)
+  assert spec(warm).num_nodes <= 16  # the largest that COSTS know
+  assert asked == [(0.8, 0.5)]
+  assert "estimating acceptance" in capsys.readouterr().err
+  spec(make(temperature=0.4, draft_noise=0.5))
+  assert len(asked) == 1
+  assert "estimating acceptance" in capsys.readouterr().err
+  assert len(list((tmp_path / "eagle_jax" / "trees").iterdir())) == 3
   given = spec(make(tree_nodes=5))
   assert (given.kind, given.num_nodes) == ("dynamic", 5)
   assert make(method="plain").generator.models.spec.kind == "plain"
@@ -233,12 +284,21 @@ def test_saved_acceptance_is_used_for_its_own_drafter(pair, tmp_path):
   folder = tmp_path / "d"
   folders.drafter(folder, pair.made)
   drafter = loading.load_drafter(str(folder), target, print)
-  seen = observed(30)
-  choice.save_acceptance(folder, drafter, seen)
+  seen, warm = observed(30), observed(30, seed=1)
+  choice.save_acceptance(folder, drafter, seen, 0.8, 0.5, warm)
   again = loading.load_drafter(str(folder), target, print)
-  taus = choice.taus_of(target, again, None)  # says nothing
+  taus_of = lambda *how: choice.taus_of(  # says nothing
+    target, again, Sampling(*how, draft_noise=0.5), None
+  )
   wanted = acceptance.tokens_a_pass(seen)
-  assert taus == {n: round(t, 4) for n, t in wanted.items()}
+  cold = taus_of()
+  assert cold == {n: round(t, 4) for n, t in wanted.items()}
+  hot = taus_of(0.8)
+  for name, tau in acceptance.tokens_a_pass(warm).items():
+    assert hot[name] == pytest.approx(tau, abs=1e-4)
+    between = 0.75 * cold[name] + 0.25 * hot[name]
+    assert taus_of(0.2)[name] == pytest.approx(between)
+  assert taus_of(1.5) == hot
   # other weights in that folder: the file says nothing of them
   other = dataclasses.replace(
     again,
@@ -246,5 +306,9 @@ def test_saved_acceptance_is_used_for_its_own_drafter(pair, tmp_path):
   )
   bare = dataclasses.replace(target, tokenizer=None)
   said = []
-  assert choice.taus_of(bare, other, said.append) is None
+  assert choice.taus_of(bare, other, Sampling(), said.append) is None
   assert "without a chat template" in said[0]
+  # nor does it of another strength of the shared noise
+  how = Sampling(0.8, draft_noise=0.25)
+  assert choice.taus_of(bare, again, how, said.append) is None
+  assert len(said) == 2

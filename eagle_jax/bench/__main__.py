@@ -169,7 +169,7 @@ def run(F: flags.FlagValues) -> None:
       F.drafter or loading.DEFAULT_DRAFTER, target, say, F.drafter_window
     )
   if "auto" in specs:
-    specs["auto"] = choice.spec(target, drafter, 1, say, verbose=True)
+    specs["auto"] = choice.spec(target, drafter, 1, sampling, say, verbose=True)
   generators = {
     name: Generator(target, drafter, "eagle" if spec else "plain", spec)
     for name, spec in specs.items()

@@ -543,7 +543,7 @@ def _confidence(s: Study, data: dict) -> Section:
 
 def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
   """Section g, and the drawn tree of the longest accepted path."""
-  made = choice.choose(s.target, s.drafter, 1, say)
+  made = choice.choose(s.target, s.drafter, 1, Sampling(), say)
   specs = {n: generation.named_tree(n) for n in names}
   if made:
     specs[f"auto ({made.tree})"] = generation.named_tree(made.tree)

@@ -39,6 +39,21 @@ class SamplingParams:
   draft_noise: Array
 
 
+def one_setting(
+  rows: int, temperature: float, draft_noise: float
+) -> SamplingParams:
+  """The same for `rows` rows, nothing cut and nothing punished."""
+  full = lambda x, dtype: jnp.full(rows, x, dtype)
+  return SamplingParams(
+    temperature=full(temperature, jnp.float32),
+    top_k=full(0, jnp.int32),
+    top_p=full(1, jnp.float32),
+    min_p=full(0, jnp.float32),
+    repetition_penalty=full(1, jnp.float32),
+    draft_noise=full(draft_noise, jnp.float32),
+  )
+
+
 def row_seed(seed: int, request: int, sample: int) -> Array:
   """uint32[2]: the seed of one row, by stable request and sample numbers."""
   key = jax.random.fold_in(jax.random.key(seed), request)

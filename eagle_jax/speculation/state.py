@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from eagle_jax.models import kv_cache
 from eagle_jax.models.kv_cache import Cache
-from eagle_jax.speculation.sampling import SamplingParams
+from eagle_jax.speculation.sampling import SamplingParams, one_setting
 from eagle_jax.speculation.tree import TreeSpec
 
 
@@ -141,14 +141,7 @@ def init_state(m: Models, B: int, width: int, capacity: int) -> DecodeState:
     child_scores=jnp.zeros((B, spec.branch), jnp.float32),
     seen=jnp.zeros((B, t.vocab_size), bool),
     seeds=jnp.zeros((B, 2), jnp.uint32),
-    sampling=SamplingParams(
-      temperature=full(0, jnp.float32),
-      top_k=full(0, jnp.int32),
-      top_p=full(1, jnp.float32),
-      min_p=full(0, jnp.float32),
-      repetition_penalty=full(1, jnp.float32),
-      draft_noise=full(0, jnp.float32),
-    ),
+    sampling=one_setting(B, 0.0, 0.0),
     limit=full(0, jnp.int32),
     finished=full(True, bool),
   )

@@ -18,12 +18,25 @@ from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.speculation import engine
+from eagle_jax.speculation import engine, sampling
 from eagle_jax.speculation.tree import EAGLE1_PATHS
 from eagle_jax.training import features, losses
 
 LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+  """How known answers were drawn: drafts of them may use the same noise.
+
+  temperature: above 0. strength: of the shared noise in drafting.
+  seeds: uint32[rows, 2], as `sampling.row_seed` gives them.
+  """
+
+  temperature: float
+  strength: float
+  seeds: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,33 +70,52 @@ def observe(
   mask: np.ndarray,
   documents: np.ndarray,
   positions: np.ndarray,
+  drawn: Drawn | None = None,
 ) -> Observed:
   """Every context of packed answers that has all levels behind it.
 
   Args:
     tokens, mask, documents, positions: [rows, T], as `data.Packed` draws them.
+    drawn: None = greedy drafts.
   """
   module = Drafter(drafter.config)
   network = Target(target.config, drafter.config.taps)
   levels = max(LEVELS)
   width = min(max(BRANCHES), drafter.config.draft_vocab_size)
+  T, V = tokens.shape[1], target.config.vocab_size
+  setting = sampling.one_setting(
+    T, drawn.temperature if drawn else 0.0, drawn.strength if drawn else 0.0
+  )
 
   @functools.partial(
     jax.jit, compiler_options=engine.compiler_options(jax.default_backend())
   )
-  def look(target_params, params, vocabulary, tokens, mask, documents, where):
+  def look(
+    target_params, params, vocabulary, seed, tokens, mask, documents, where
+  ):
     fused, final = features.target_features(
       network, target_params, tokens, documents, where
     )
     batch = losses.Batch(tokens, mask, documents, where, fused, final)
+    # of the token that level 0 drafts in each row; level i's is i rows on
+    noise = jnp.zeros((T, len(vocabulary)), jnp.float32)
+    if drawn:
+      every = jnp.broadcast_to(seed, (T, 2))
+      noise = sampling.gumbel(every, where[0] + 2, V)[:, vocabulary]
     scores, ranks = [], []
     for i, out in enumerate(
       losses.unroll(module, params, batch, levels, None, False)
     ):
       logits = module.apply({"params": params}, out, method="logits")
-      best, index = jax.lax.top_k(jax.nn.log_softmax(logits), width)
-      same = vocabulary[index] == losses.shift(tokens, 2 + i)[..., None]
-      scores.append(best)
+      children, best = sampling.draft_children(
+        logits[0, :, None],
+        width,
+        vocabulary,
+        setting,
+        losses.shift(noise[None], i)[0],
+      )
+      same = children[None, :, 0] == losses.shift(tokens, 2 + i)[..., None]
+      scores.append(best[None, :, 0])
       ranks.append(jnp.where(same.any(-1), jnp.argmax(same, -1), width))
     rows = losses.counted(batch, levels - 1)
     return jnp.stack(scores, 2), jnp.stack(ranks, 2), rows
@@ -96,6 +128,7 @@ def observe(
         target.params,
         drafter.params,
         drafter.vocabulary,
+        drawn.seeds[r] if drawn else np.zeros(2, np.uint32),
         tokens[row],
         mask[row],
         documents[row],
@@ -212,6 +245,7 @@ def of_answers(
   drafter: LoadedDrafter,
   prompts: Sequence[Sequence[int]],
   answers: Sequence[Sequence[int]],
+  drawn: Drawn | None = None,
 ) -> Observed:
   """`observe` of prompts and the target's own answers to them, a row each."""
   longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
@@ -224,5 +258,5 @@ def of_answers(
   positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
   inside = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 0  # up to the last token
   return observe(
-    target, drafter, tokens, mask, inside.astype(np.int32), positions
+    target, drafter, tokens, mask, inside.astype(np.int32), positions, drawn
   )

@@ -6,8 +6,9 @@ noise) against the drafter's best children at several strengths. The strength
 with the most hits among `branch` children is written to the drafter's
 config.json, the whole curve beside it.
 
-What each tree is worth in tokens a pass goes to acceptance.json beside it:
-`--tree auto` then need not estimate it.
+What each tree is worth in tokens a pass, greedy on that data and at the
+temperature on the target's answers to the shipped prompts, goes to
+acceptance.json beside it: `--tree auto` then need not estimate it.
 """
 
 import functools
@@ -24,6 +25,7 @@ from absl import flags
 from eagle_jax import choice, loading, script
 from eagle_jax.checkpoints import hf_target
 from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.files import write_whole
 from eagle_jax.loading import LoadedTarget
@@ -34,6 +36,7 @@ from eagle_jax.training import acceptance, batches, dataset, features, losses
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WIDTHS = (1, 4, 10)
+LENGTH = 128  # of the answers that are drawn to see what trees are worth
 
 
 def curve(
@@ -114,8 +117,11 @@ def _run(f) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   if not f.data or not f.drafter:
     raise InputError("--drafter and --data are needed: a folder, and chats")
-  if f.temperature <= 0 or f.rows < 1:
-    raise InputError("temperature must be above 0 and rows at least 1")
+  if f.temperature <= 0 or min(f.rows, f.answers) < 1:
+    raise InputError(
+      f"temperature {f.temperature:g} must be above 0, rows {f.rows} and"
+      f" answers {f.answers} at least 1"
+    )
   if f.width not in WIDTHS:
     raise InputError(f"width {f.width} must be one of {WIDTHS}")
   folder = pathlib.Path(f.drafter)
@@ -159,8 +165,18 @@ def _run(f) -> None:
       f"{f.data}: no answer is long enough to tell the worth of trees: give"
       " longer ones"
     )
-  choice.save_acceptance(folder, drafter, seen)
-  print(f"acceptance of {len(seen.rank)} contexts written beside it")
+  how = Sampling(f.temperature, draft_noise=chosen)
+  warm = choice.estimate(target, drafter, how, f.answers, LENGTH)
+  if not len(warm.rank):
+    raise InputError(
+      f"temperature {f.temperature:g}: no answer of the target is long enough"
+      " to tell the worth of trees: calibrate at a lower one"
+    )
+  choice.save_acceptance(folder, drafter, seen, f.temperature, chosen, warm)
+  print(
+    f"acceptance of {len(seen.rank)} greedy and {len(warm.rank)} drawn contexts"
+    " written beside it"
+  )
 
 
 if __name__ == "__main__":
@@ -172,5 +188,8 @@ if __name__ == "__main__":
   flags.DEFINE_integer("rows", 16, "Packed rows to use.")
   flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
+  flags.DEFINE_integer(
+    "answers", 24, "To draw at the temperature, of the shipped prompts."
+  )
   flags.DEFINE_integer("seed", 0, "Of the noise.")
   script.run("calibrate", _run)
