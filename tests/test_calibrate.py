@@ -1,14 +1,20 @@
 """The calibration counts what a loop counts, and writes what it found."""
 
 import json
+import pathlib
+import types
 
+import folders
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_losses
 import tiny
+from refusals import refused
 
+from eagle_jax import choice, loading
 from eagle_jax.checkpoints import drafters
+from eagle_jax.config import Sampling
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
@@ -65,3 +71,50 @@ def test_strength_is_written_and_read(tmp_path):
   assert raw["eagle_jax"]["calibration"] == {"temperature": 1.0}
   again = drafters.load(folder, target.config, target.params)
   assert again.config.draft_noise == pytest.approx(0.25)
+
+
+def test_the_command_writes_strength_and_acceptance(
+  tmp_path, monkeypatch, capsys
+):
+  folders.share_programs(monkeypatch)
+  monkeypatch.setattr(calibrate, "LENGTH", 24)
+  pair = folders.pair(tmp_path)
+  chats = tmp_path / "heldout.jsonl"
+  turn = lambda role, text: {"role": role, "content": text}
+  rows = [
+    {"messages": [turn("user", "count"), turn("assistant", "one two " * n)]}
+    for n in (4, 6, 8)
+  ]
+  chats.write_text("\n".join(map(json.dumps, rows)))
+  given = {
+    "target": pair.target,
+    "drafter": pair.drafter,
+    "data": str(chats),
+    "temperature": 0.8,
+    "max_bad_rows": 0,
+    "rows": 2,
+    "row_length": 64,
+    "width": 4,
+    "answers": 3,
+    "seed": 0,
+  }
+  run = lambda **f: calibrate._run(types.SimpleNamespace(**given | f))
+  with refused("temperature 0", "answers 3"):
+    run(temperature=0.0)
+  with refused("answers 0"):
+    run(answers=0)
+  run()
+  said = capsys.readouterr().out
+  folder = pathlib.Path(pair.drafter)
+  target = loading.load_target(pair.target, "float32", print)
+  drafter = loading.load_drafter(pair.drafter, target, print)
+  saved = json.loads((folder / "acceptance.json").read_text())
+  assert saved["sampled"]["temperature"] == 0.8
+  assert saved["sampled"]["draft_noise"] == drafter.config.draft_noise
+  assert saved["contexts"] > 0 < saved["sampled"]["contexts"]
+  assert f"acceptance of {saved['contexts']} greedy" in said
+  cold, warm = (
+    choice.taus_of(target, drafter, Sampling(t), None) for t in (0.0, 0.8)
+  )
+  assert cold == saved["tau"]
+  assert warm == pytest.approx(saved["sampled"]["tau"])
