@@ -5,7 +5,8 @@ and losses as in smollm2_eagle3.py, so that only the kind differs.
 
   python train.py --config configs/smollm2_eagle1.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
-      --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle1
+      --config.heldout="('heldout.jsonl',)" --config.long_chats=cut \\
+      --config.out=runs/smollm2_eagle1
 
 Hardware: 2 CPU cores, an hour or so. Expect, held out, 1.66 tokens a pass of a
 chain of three (alpha .416 .394 .467 along it); smollm2_eagle3.py reached 1.71

@@ -3,9 +3,9 @@
   tokens a second = tau(tree) / (verify(M) + head + drafting(L, branch) + walk)
 
 tau comes from the drafter's saved calibration, or from a few answers decoded
-on the spot with the sampling that is asked for; the costs are timed on the
-device, greedy or sampling. Both are kept in the user's cache folder, by device,
-models and batch size. The choice can change the speed and never a token.
+on the spot at the temperature that is asked for; the costs are timed on the
+device, greedy or sampling. Choice and costs are kept in the user's cache
+folder. The choice can change the speed and never a token.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ from eagle_jax.config import Sampling
 from eagle_jax.files import write_whole
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation.requests import Request
-from eagle_jax.speculation.sampling import row_seed
 from eagle_jax.speculation.tree import TreeSpec
 from eagle_jax.training import acceptance
 
@@ -93,7 +92,9 @@ def save_acceptance(
   """Write acceptance.json beside a drafter: what its trees are worth.
 
   Args:
-    seen: at temperature 0. warm: at `temperature`, with that shared noise.
+    seen: of greedy answers. warm: of answers at `temperature`, drafted with
+      that shared noise;
+      left out where they were too short to tell.
   """
   worth = lambda o: {
     n: round(t, 4) for n, t in acceptance.tokens_a_pass(o).items()
@@ -103,27 +104,21 @@ def save_acceptance(
     "contexts": len(seen.rank),
     "by_rank": seen.by_rank().round(4).tolist(),
     "tau": worth(seen),
-    "sampled": {
+  }
+  if len(warm.rank):
+    found["sampled"] = {
       "temperature": temperature,
       "draft_noise": draft_noise,
       "contexts": len(warm.rank),
       "tau": worth(warm),
-    },
-  }
+    }
   write_whole(folder / loading.ACCEPTANCE, json.dumps(found) + "\n")
-
-
-def _strength(drafter: LoadedDrafter, s: Sampling) -> float:
-  """Of the shared noise in drafting; 0 where nothing is drawn."""
-  given = s.draft_noise
-  used = drafter.config.draft_noise if given is None else given
-  return used if s.temperature > 0 else 0.0
 
 
 def estimate(
   target: LoadedTarget,
   drafter: LoadedDrafter,
-  how: Sampling,
+  sampling: Sampling,
   answers: int,
   length: int,
 ) -> acceptance.Observed:
@@ -131,6 +126,7 @@ def estimate(
   decoded here; above temperature 0 drafts use the noise they were drawn with.
 
   Args:
+    sampling: of which cuts and penalties are ignored.
     answers: at most as many as there are prompts. length: tokens of each.
   """
   questions = suites.read(suites.SHIPPED, answers)
@@ -138,33 +134,39 @@ def estimate(
     text.encode_messages(target.tokenizer, text.with_system(q.turns[0], None))
     for q in questions
   ]
-  plain = generation.Generator(target, None, "plain", None, len(prompts))
-  results = plain.engine.generate(
-    [Request(p, length, how, number=i) for i, p in enumerate(prompts)]
-  )
+  plain = generation.Generator(target, None, "plain", None, len(prompts)).engine
+  requests = [
+    Request(p, length, Sampling(sampling.temperature), number=i)
+    for i, p in enumerate(prompts)
+  ]
+  results = plain.generate(requests)
   drawn = None
-  if how.temperature > 0:
-    seeds = [np.asarray(row_seed(0, i, 0)) for i in range(len(prompts))]
+  if sampling.temperature > 0:
     drawn = acceptance.Drawn(
-      how.temperature, _strength(drafter, how), np.stack(seeds)
+      sampling.temperature,
+      sampling.strength(drafter.config.draft_noise),
+      plain.seeds_of(requests),
     )
   return acceptance.of_answers(
     target, drafter, prompts, [r.token_ids for r in results], drawn
   )
 
 
-def _saved(drafter: LoadedDrafter, how: Sampling) -> dict | None:
-  """Tokens a pass by tree that calibrate found for this drafter; between
-  temperature 0 and the one it sampled at, what lies between the two."""
+def _saved(
+  drafter: LoadedDrafter, temperature: float, strength: float
+) -> dict | None:
+  """Tokens a pass by tree that calibrate found for this drafter: between
+  temperature 0 and the one it sampled at, what lies between the two; above
+  that one, what it found there."""
   saved = drafter.notes.get("acceptance")
   if not saved or saved["drafter"] != drafter_fingerprint(drafter):
     return None
-  if how.temperature <= 0:
+  if temperature <= 0:
     return saved["tau"]
   sampled = saved.get("sampled")
-  if not sampled or sampled["draft_noise"] != _strength(drafter, how):
+  if not sampled or sampled["draft_noise"] != strength:
     return None
-  share = min(how.temperature / sampled["temperature"], 1.0)
+  share = min(temperature / sampled["temperature"], 1.0)
   warm = sampled["tau"]
   return {
     name: (1 - share) * tau + share * warm[name]
@@ -174,30 +176,34 @@ def _saved(drafter: LoadedDrafter, how: Sampling) -> dict | None:
 
 
 def taus_of(
-  target: LoadedTarget, drafter: LoadedDrafter, how: Sampling, say
+  target: LoadedTarget, drafter: LoadedDrafter, sampling: Sampling, say
 ) -> dict[str, float] | None:
   """Tokens a pass by tree: saved with the drafter, else estimated; None where
   the target's answers are too short to tell."""
-  saved = _saved(drafter, how)
+  strength = sampling.strength(drafter.config.draft_noise)
+  saved = _saved(drafter, sampling.temperature, strength)
   if saved:
     return saved
   if not getattr(target.tokenizer, "chat_template", None):
     say("tree auto: without a chat template acceptance cannot be estimated")
     return None
   say(
-    f"tree auto: estimating acceptance on {ANSWERS} answers (once; calibrate"
-    " saves it with the drafter)"
+    f"tree auto: estimating acceptance on {ANSWERS} answers at temperature"
+    f" {sampling.temperature:g} (once; calibrate saves it with the drafter)"
   )
-  seen = estimate(target, drafter, how, ANSWERS, LENGTH)
+  seen = estimate(target, drafter, sampling, ANSWERS, LENGTH)
   if not len(seen.rank):
     say("tree auto: the answers are too short to estimate acceptance on")
     return None
   return acceptance.tokens_a_pass(seen)
 
 
+def _digest(value) -> str:
+  return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
 def _file(kind: str, key: dict) -> pathlib.Path:
-  digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-  return gguf_target.cache_dir() / kind / f"{digest}.json"
+  return gguf_target.cache_dir() / kind / f"{_digest(key)}.json"
 
 
 def _keep(file: pathlib.Path, found: dict) -> None:
@@ -205,59 +211,84 @@ def _keep(file: pathlib.Path, found: dict) -> None:
   write_whole(file, json.dumps(found) + "\n")
 
 
+def _timed(
+  target: LoadedTarget,
+  drafter: LoadedDrafter,
+  timed_for: dict,
+  sampling: Sampling,
+  most: float,
+  say,
+) -> costs.Costs:
+  """Costs by `timed_for`, kept or timed; again where larger trees than those
+  that were timed may pay now (`most`, as in `costs.measure`)."""
+  file = _file("costs", timed_for)
+  if file.exists():
+    kept = json.loads(file.read_text())
+    found = _costs(kept["costs"])
+    if most <= kept["most"] or max(NODES) in found.verify:
+      return found
+  drawing = "sampling" if timed_for["sampled"] else "greedy"
+  say(
+    f"tree auto: timing verify and draft passes (once for these models,"
+    f" {drawing})"
+  )
+  found = costs.measure(
+    target,
+    drafter,
+    timed_for["batch_size"],
+    NODES,
+    sorted({1, min(max(acceptance.BRANCHES), drafter.config.draft_vocab_size)}),
+    most,
+    sampling.temperature,
+    sampling.strength(drafter.config.draft_noise),
+  )
+  kept = {"most": most, "costs": dataclasses.asdict(found)}
+  _keep(file, timed_for | kept)
+  return found
+
+
 def choose(
   target: LoadedTarget,
   drafter: LoadedDrafter,
   batch_size: int,
-  how: Sampling,
+  sampling: Sampling,
   say,
 ) -> Choice | None:
   """The choice for these models on this device, kept or made anew; None
   where nothing is known of the acceptance.
 
   Args:
-    how: what most requests will ask for. Of it, timing depends only on
-      whether tokens are drawn, and drafts ranked by the noise.
+    sampling: what requests will ask for. Its temperature and its shared noise
+      count; cuts and penalties are neither estimated nor timed.
   """
-  strength = _strength(drafter, how)
-  models = {
+  warm = sampling.temperature > 0
+  strength = sampling.strength(drafter.config.draft_noise) if warm else 0.0
+  sampling = Sampling(sampling.temperature, draft_noise=strength)
+  timed_for = {
     "version": _VERSION,
     "device": machine.device(),
     "jax": jax.__version__,
     "target": target.fingerprint(),
     "drafter": drafter_fingerprint(drafter),
     "batch_size": batch_size,
-    "sampled": how.temperature > 0,
+    "sampled": warm,
     "noise": strength > 0,
   }
-  key = models | {
-    "temperature": round(how.temperature, 2),
+  key = timed_for | {
+    "temperature": round(sampling.temperature, 2),
     "draft_noise": strength,
+    # another calibration may choose another tree
+    "saved": _digest(_saved(drafter, sampling.temperature, strength)),
   }
   file = _file("trees", key)
   if file.exists():
     kept = json.loads(file.read_text())["choice"]
     return Choice(**kept | {"costs": _costs(kept["costs"])})
-  taus = taus_of(target, drafter, how, say)
+  taus = taus_of(target, drafter, sampling, say)
   if taus is None:
     return None
-  costs_file = _file("costs", models)
-  if costs_file.exists():
-    timed = _costs(json.loads(costs_file.read_text())["costs"])
-  else:
-    say("tree auto: timing verify and draft passes (once for these models)")
-    W = drafter.config.draft_vocab_size
-    timed = costs.measure(
-      target,
-      drafter,
-      batch_size,
-      NODES,
-      sorted({1, min(max(acceptance.BRANCHES), W)}),
-      max(taus.values()),
-      how.temperature,
-      strength,
-    )
-    _keep(costs_file, models | {"costs": dataclasses.asdict(timed)})
+  most = max(taus.values())
+  timed = _timed(target, drafter, timed_for, sampling, most, say)
   name, rate = best(taus, timed)
   made = Choice(name, taus[name], rate, 1 / timed.plain(), timed)
   _keep(file, key | {"choice": dataclasses.asdict(made)})
@@ -276,12 +307,12 @@ def spec(
   target: LoadedTarget,
   drafter: LoadedDrafter,
   batch_size: int,
-  how: Sampling,
+  sampling: Sampling,
   say,
   verbose: bool,
 ) -> TreeSpec:
   """The chosen tree, ready to use."""
-  made = choose(target, drafter, batch_size, how, say)
+  made = choose(target, drafter, batch_size, sampling, say)
   if made is None:
     say("tree auto: the default tree serves")
     return generation.tree_spec("dynamic")

@@ -188,6 +188,10 @@ class Sampling:
   repetition_penalty: float = 1.0
   draft_noise: float | None = None
 
+  def strength(self, calibrated: float) -> float:
+    """Of the shared noise in drafting; `calibrated`: the drafter's own."""
+    return calibrated if self.draft_noise is None else self.draft_noise
+
   def __post_init__(self):
     noise = self.draft_noise
     for ok, name, rule in (

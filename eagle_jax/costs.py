@@ -139,8 +139,8 @@ class Clock:
     target: LoadedTarget,
     drafter: LoadedDrafter,
     batch_size: int,
-    temperature: float = 0.0,
-    draft_noise: float = 0.0,
+    temperature: float,
+    draft_noise: float,
   ):
     self.target, self.drafter, self.B = target, drafter, batch_size
     self.setting = sampling.one_setting(batch_size, temperature, draft_noise)
@@ -240,8 +240,8 @@ def measure(
   nodes: Sequence[int],
   branches: Sequence[int],
   most: float,
-  temperature: float = 0.0,
-  draft_noise: float = 0.0,
+  temperature: float,
+  draft_noise: float,
 ) -> Costs:
   """Time the parts; larger M are left out once they cannot pay.
 

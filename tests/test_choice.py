@@ -260,23 +260,68 @@ def test_auto_is_measured_once_and_sizes_win(
   assert "timing" not in capsys.readouterr().err
   # sampling has costs of its own, timed once for all temperatures
   asked = []
-
-  def measured(*args):
-    asked.append(args[-2:])
-    return COSTS
-
-  monkeypatch.setattr(costs, "measure", measured)
-  warm = make(temperature=0.8, draft_noise=0.5)
-  assert spec(warm).num_nodes <= 16  # the largest that COSTS know
+  monkeypatch.setattr(
+    costs, "measure", lambda *args: asked.append(args[-2:]) or COSTS
+  )
+  warm = lambda t, noise=0.5, **o: make(temperature=t, draft_noise=noise, **o)
+  first = spec(warm(0.8))
+  s = warm(0.8)
+  taus = choice.taus_of(s.target, s.drafter, s.sampling, print)
+  assert first == generation.named_tree(choice.best(taus, COSTS)[0])
   assert asked == [(0.8, 0.5)]
-  assert "estimating acceptance" in capsys.readouterr().err
-  spec(make(temperature=0.4, draft_noise=0.5))
+  assert "estimating acceptance on 3 answers at temp" in capsys.readouterr().err
+  spec(warm(0.4))
   assert len(asked) == 1
-  assert "estimating acceptance" in capsys.readouterr().err
-  assert len(list((tmp_path / "eagle_jax" / "trees").iterdir())) == 3
+  assert "estimating acceptance on 3 answers at temp" in capsys.readouterr().err
+  # what is cut of the distribution plays no part
+  spec(warm(0.4, top_p=0.5))
+  assert capsys.readouterr().err == ""
+  # nor do drafts without noise cost what those with it do
+  spec(warm(0.4, 0.0))
+  assert asked == [(0.8, 0.5), (0.4, 0.0)]
+  assert len(list((tmp_path / "eagle_jax" / "trees").iterdir())) == 4
   given = spec(make(tree_nodes=5))
   assert (given.kind, given.num_nodes) == ("dynamic", 5)
   assert make(method="plain").generator.models.spec.kind == "plain"
+
+
+def test_costs_are_timed_again_where_larger_trees_may_pay(
+  tmp_path, monkeypatch
+):
+  """Timing stops at the size that no tree can pay: kept costs say for which
+  tokens a pass that was."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  target = engines.target(num_layers=1)
+  drafter = tiny.drafter(target, "eagle")
+  asked = []
+  monkeypatch.setattr(
+    costs, "measure", lambda *args: asked.append(args[5]) or COSTS
+  )
+  timed_for = {"sampled": True, "batch_size": 1}
+  for most in (2.0, 1.5, 3.0, 3.0, 2.5):
+    found = choice._timed(
+      target, drafter, timed_for, Sampling(0.5), most, lambda _: None
+    )
+    assert found == COSTS
+  assert asked == [2.0, 3.0]
+  monkeypatch.setattr(choice, "NODES", (1, 8, 16))  # COSTS have them all
+  choice._timed(target, drafter, timed_for, Sampling(0.5), 9.0, None)
+  assert asked == [2.0, 3.0]
+
+
+def test_estimated_drafts_draw_with_the_engine_s_own_noise(pair, monkeypatch):
+  """At a high temperature noise alone decides: drafts that know it hit, and
+  those that do not miss."""
+  folders.share_programs(monkeypatch)
+  target = loading.load_target(pair.target, "float32", print)
+  drafter = tiny.drafter(target, "eagle", tiny.V)
+  hits = [
+    choice.estimate(
+      target, drafter, Sampling(50.0, draft_noise=noise), 3, 24
+    ).by_rank()[0, 0]
+    for noise in (0.0, 1.0)
+  ]
+  assert hits[0] < 0.2 < 0.9 < hits[1]
 
 
 def test_saved_acceptance_is_used_for_its_own_drafter(pair, tmp_path):
@@ -308,7 +353,13 @@ def test_saved_acceptance_is_used_for_its_own_drafter(pair, tmp_path):
   said = []
   assert choice.taus_of(bare, other, Sampling(), said.append) is None
   assert "without a chat template" in said[0]
-  # nor does it of another strength of the shared noise
+  # nor does it of another strength of the shared noise, nor did files from
+  # before anything was sampled for them
   how = Sampling(0.8, draft_noise=0.25)
   assert choice.taus_of(bare, again, how, said.append) is None
   assert len(said) == 2
+  del again.notes["acceptance"]["sampled"]
+  how = Sampling(0.8, draft_noise=0.5)
+  assert choice.taus_of(bare, again, how, said.append) is None
+  assert len(said) == 3
+  assert taus_of() == cold

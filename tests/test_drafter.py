@@ -72,7 +72,9 @@ def test_golden_outputs(golden, case):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("switches", [{}, {"qkv_bias": True}])
+@pytest.mark.parametrize(
+  "switches", [{}, {"qkv_bias": True}, {"qk_norm": True}]
+)
 def test_a_drafter_laid_out_for_a_cpu_makes_the_same_outputs(kind, switches):
   d = tiny.drafter(tiny.target(), kind, **switches)
   params = jax.tree.map(  # biases and norms that matter

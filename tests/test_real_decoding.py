@@ -103,8 +103,10 @@ def test_a_batch_gives_the_rows_alone(target, drafter, requests, plain):
   assert excused(generator, base, answers) <= 1
 
 
-def test_what_its_trees_are_worth_was_measured_on_this_drafter(drafter):
+@pytest.mark.parametrize("name", loading.shipped())
+def test_what_its_trees_are_worth_was_measured_on_this_drafter(target, name):
   """Whatever dtype it runs in, `--tree auto` knows the file for its own."""
+  drafter = loading.load_drafter(name, target, print)
   kept = drafter.notes["acceptance"]
   assert kept["drafter"] == choice.drafter_fingerprint(drafter)
   cast = dataclasses.replace(
@@ -114,5 +116,6 @@ def test_what_its_trees_are_worth_was_measured_on_this_drafter(drafter):
   )
   assert kept["drafter"] == choice.drafter_fingerprint(cast)
   # more nodes are worth more, and a tree more than a chain
-  tau = kept["tau"]
-  assert 1 < tau["chain::3"] < tau["dynamic:6:3:3"] < tau["dynamic:60:6:10"]
+  assert kept["sampled"]["draft_noise"] == drafter.config.draft_noise > 0
+  for tau in (kept["tau"], kept["sampled"]["tau"]):
+    assert 1 < tau["chain::3"] < tau["dynamic:6:3:3"] < tau["dynamic:60:6:10"]

@@ -199,9 +199,9 @@ def run(F: flags.FlagValues) -> None:
     "seed": F.seed,
     "temperature": F.temperature,
     "top_p": F.top_p,
-    "draft_noise": sampling.draft_noise
-    if sampling.draft_noise is not None
-    else drafter and drafter.config.draft_noise,
+    "draft_noise": sampling.strength(drafter.config.draft_noise)
+    if drafter
+    else None,
     "max_new_tokens": F.max_new_tokens,
     "trees": {
       n: {"nodes": s.num_nodes, "levels": s.levels, "branch": s.branch}

@@ -556,6 +556,8 @@ def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
     choice.NODES,
     sorted({1, min(10, W)}),
     float("inf"),
+    0.0,
+    0.0,
   )
   methods = {"plain": Generator(s.target, None, "plain")}
   for name, spec in specs.items():

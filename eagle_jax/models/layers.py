@@ -318,6 +318,7 @@ class Embed(nn.Module):
 class Attention(nn.Module):
   """Grouped-query self-attention; returns its output and the rows it made.
 
+  turn: `rotary` of the positions.
   joined: one product makes q, k and v, their columns side by side
   (`join_qkv`): a CPU takes 10% less for a pass of 4 rows, 3% less for one.
   """

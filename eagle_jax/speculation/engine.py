@@ -613,8 +613,5 @@ class Engine:
       repetition_penalty=column(
         (s.repetition_penalty for s in rows), np.float32
       ),
-      draft_noise=column(
-        (calibrated if s.draft_noise is None else s.draft_noise for s in rows),
-        np.float32,
-      ),
+      draft_noise=column((s.strength(calibrated) for s in rows), np.float32),
     )

@@ -43,7 +43,8 @@ class Drawn:
 class Observed:
   """Contexts of known answers; level j is drafted below j true tokens.
 
-  scores: float32[n, levels, width], log-probabilities of the best children.
+  scores: float32[n, levels, width], of the best children, as
+    `sampling.draft_children` ranks them: log-probabilities for greedy drafts.
   rank: int32[n, levels], which child the target's token was; width = none.
   run: int32[n], ascending: contexts of one run follow each other in an answer.
   """
@@ -157,7 +158,8 @@ def place_on_path(
 
   The pool is drafted as `tree` does it: `branch` children of the `branch`
   best nodes of each newest level, scores summed. Children of nodes off the
-  true path were not observed: those of another context stand in for them.
+  true path were not observed: those of another context stand in for them
+  (with another position's noise, where drafts were `Drawn`).
   A node beyond the pool (or not drafted) has the place 10**9.
 
     pool, best first   a  x  b  y  z     a, b on the true path

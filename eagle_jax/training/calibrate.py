@@ -6,8 +6,8 @@ noise) against the drafter's best children at several strengths. The strength
 with the most hits among `branch` children is written to the drafter's
 config.json, the whole curve beside it.
 
-What each tree is worth in tokens a pass, greedy on that data and at the
-temperature on the target's answers to the shipped prompts, goes to
+What each tree is worth in tokens a pass, on answers of the target to the
+shipped prompts, greedy ones and ones drawn at the temperature, goes to
 acceptance.json beside it: `--tree auto` then need not estimate it.
 """
 
@@ -32,7 +32,7 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
-from eagle_jax.training import acceptance, batches, dataset, features, losses
+from eagle_jax.training import batches, dataset, features, losses
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WIDTHS = (1, 4, 10)
@@ -151,27 +151,21 @@ def _run(f) -> None:
   for strength, hits in measured.items():
     print(f"{strength:>8}" + "".join(f"  {h:<9.3f}" for h in hits))
   chosen = best(measured, f.width)
+  seen, warm = (
+    choice.estimate(target, drafter, sampling, f.answers, LENGTH)
+    for sampling in (Sampling(), Sampling(f.temperature, draft_noise=chosen))
+  )
+  if not len(seen.rank):
+    raise InputError(
+      f"target {f.target!r}: none of {f.answers} greedy answers is long enough"
+      " to tell the worth of trees, so nothing was written"
+    )
   write(
     folder,
     chosen,
     {"temperature": f.temperature, "hits_of": list(WIDTHS), "hits": measured},
   )
   print(f"draft_noise {chosen} written to {f.drafter}/config.json")
-  seen = acceptance.observe(
-    target, drafter, *(packed[name] for name in batches.FIELDS)
-  )
-  if not len(seen.rank):
-    raise InputError(
-      f"{f.data}: no answer is long enough to tell the worth of trees: give"
-      " longer ones"
-    )
-  how = Sampling(f.temperature, draft_noise=chosen)
-  warm = choice.estimate(target, drafter, how, f.answers, LENGTH)
-  if not len(warm.rank):
-    raise InputError(
-      f"temperature {f.temperature:g}: no answer of the target is long enough"
-      " to tell the worth of trees: calibrate at a lower one"
-    )
   choice.save_acceptance(folder, drafter, seen, f.temperature, chosen, warm)
   print(
     f"acceptance of {len(seen.rank)} greedy and {len(warm.rank)} drawn contexts"
@@ -189,7 +183,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
   flags.DEFINE_integer(
-    "answers", 24, "To draw at the temperature, of the shipped prompts."
+    "answers", 24, "To the shipped prompts, to see what trees are worth."
   )
   flags.DEFINE_integer("seed", 0, "Of the noise.")
   script.run("calibrate", _run)
