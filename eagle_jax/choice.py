@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,10 @@ from eagle_jax.training import acceptance
 
 # M whose verify pass is timed; loading.FEW_NODES, where the head's cost bends,
 # is among them
-NODES = (1, 4, 8, 16, 32, 60)
+# and 2 nodes may cost a CPU more than 3
+NODES = (1, 2, 3, 4, 8, 16, 32, 60)
 ANSWERS, LENGTH = 12, 64  # decoded where no calibration is saved
-_VERSION = 4  # of what is kept; raise it when the rule changes
+_VERSION = 5  # of what is kept; raise it when the rule changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,21 +121,16 @@ def estimate(
   target: LoadedTarget,
   drafter: LoadedDrafter,
   sampling: Sampling,
-  answers: int,
+  prompts: Sequence[Sequence[int]],
   length: int,
 ) -> acceptance.Observed:
-  """What drafts are worth on the target's own answers to the shipped prompts,
+  """What drafts are worth on the target's own answers to these prompts,
   decoded here; above temperature 0 drafts use the noise they were drawn with.
 
   Args:
     sampling: of which cuts and penalties are ignored.
-    answers: at most as many as there are prompts. length: tokens of each.
+    prompts: ids of each. length: tokens of an answer at most.
   """
-  questions = suites.read(suites.SHIPPED, answers)
-  prompts = [
-    text.encode_messages(target.tokenizer, text.with_system(q.turns[0], None))
-    for q in questions
-  ]
   plain = generation.Generator(target, None, "plain", None, len(prompts)).engine
   requests = [
     Request(p, length, Sampling(sampling.temperature), number=i)
@@ -191,7 +188,11 @@ def taus_of(
     f"tree auto: estimating acceptance on {ANSWERS} answers at temperature"
     f" {sampling.temperature:g} (once; calibrate saves it with the drafter)"
   )
-  seen = estimate(target, drafter, sampling, ANSWERS, LENGTH)
+  prompts = [
+    text.encode_messages(target.tokenizer, text.with_system(q.turns[0], None))
+    for q in suites.read(suites.SHIPPED, ANSWERS)
+  ]
+  seen = estimate(target, drafter, sampling, prompts, LENGTH)
   if not len(seen.rank):
     say("tree auto: the answers are too short to estimate acceptance on")
     return None

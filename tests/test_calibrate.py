@@ -73,6 +73,19 @@ def test_strength_is_written_and_read(tmp_path):
   assert again.config.draft_noise == pytest.approx(0.25)
 
 
+def test_prompts_end_where_the_first_answer_begins():
+  #             document 1 | 2, cut before its answer | 3, two answers
+  documents = [1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 0]
+  mask = [0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 0]
+  packed = {
+    "tokens": np.arange(12)[None],
+    "mask": np.asarray(mask, bool)[None],
+    "documents": np.asarray(documents)[None],
+  }
+  assert calibrate.prompts_of(packed, 9) == [[0, 1], [6]]
+  assert calibrate.prompts_of(packed, 1) == [[0, 1]]
+
+
 def test_the_command_writes_strength_and_acceptance(
   tmp_path, monkeypatch, capsys
 ):

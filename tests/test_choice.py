@@ -317,7 +317,11 @@ def test_estimated_drafts_draw_with_the_engine_s_own_noise(pair, monkeypatch):
   drafter = tiny.drafter(target, "eagle", tiny.V)
   hits = [
     choice.estimate(
-      target, drafter, Sampling(50.0, draft_noise=noise), 3, 24
+      target,
+      drafter,
+      Sampling(50.0, draft_noise=noise),
+      [[5, 6, 7], [8, 9], [10]],
+      24,
     ).by_rank()[0, 0]
     for noise in (0.0, 1.0)
   ]

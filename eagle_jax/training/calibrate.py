@@ -6,8 +6,8 @@ noise) against the drafter's best children at several strengths. The strength
 with the most hits among `branch` children is written to the drafter's
 config.json, the whole curve beside it.
 
-What each tree is worth in tokens a pass, on answers of the target to the
-shipped prompts, greedy ones and ones drawn at the temperature, goes to
+What each tree is worth in tokens a pass, on answers of the target to prompts of
+that data, greedy ones and ones drawn at the temperature, goes to
 acceptance.json beside it: `--tree auto` then need not estimate it.
 """
 
@@ -100,6 +100,23 @@ def curve(
   }
 
 
+def prompts_of(packed: dict[str, np.ndarray], most: int) -> list[list[int]]:
+  """Ids before the first answer of each document, `most` of them at most.
+
+  Args:
+    packed: rows as `data.Packed.take` gives them.
+  """
+  found = []
+  for tokens, mask, documents in zip(
+    *(packed[n] for n in ("tokens", "mask", "documents")), strict=True
+  ):
+    for d in np.unique(documents[documents > 0]):
+      inside = documents == d
+      if mask[inside].any():
+        found.append(tokens[inside][: mask[inside].argmax()].tolist())
+  return [p for p in found if p][:most]
+
+
 def best(measured: dict[str, list[float]], width: int) -> float:
   """The strength with the most hits among `width` children."""
   return float(max(measured, key=lambda s: measured[s][WIDTHS.index(width)]))
@@ -151,13 +168,14 @@ def _run(f) -> None:
   for strength, hits in measured.items():
     print(f"{strength:>8}" + "".join(f"  {h:<9.3f}" for h in hits))
   chosen = best(measured, f.width)
+  prompts = prompts_of(packed, f.answers)
   seen, warm = (
-    choice.estimate(target, drafter, sampling, f.answers, LENGTH)
+    choice.estimate(target, drafter, sampling, prompts, LENGTH)
     for sampling in (Sampling(), Sampling(f.temperature, draft_noise=chosen))
   )
   if not len(seen.rank):
     raise InputError(
-      f"target {f.target!r}: none of {f.answers} greedy answers is long enough"
+      f"target {f.target!r}: no greedy answer of {len(prompts)} is long enough"
       " to tell the worth of trees, so nothing was written"
     )
   write(
@@ -183,7 +201,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("row_length", 512, "Tokens of a packed row.")
   flags.DEFINE_integer("width", 4, "Children that count, 1, 4 or 10.")
   flags.DEFINE_integer(
-    "answers", 24, "To the shipped prompts, to see what trees are worth."
+    "answers", 24, "To prompts of the data, to see what trees are worth."
   )
   flags.DEFINE_integer("seed", 0, "Of the noise.")
   script.run("calibrate", _run)
