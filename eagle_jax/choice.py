@@ -30,8 +30,7 @@ from eagle_jax.speculation.tree import TreeSpec
 from eagle_jax.training import acceptance
 
 # M whose verify pass is timed; loading.FEW_NODES, where the head's cost bends,
-# is among them
-# and 2 nodes may cost a CPU more than 3
+# is among them, and so are 2 and 3: 2 nodes may cost a CPU more than 3
 NODES = (1, 2, 3, 4, 8, 16, 32, 60)
 ANSWERS, LENGTH = 12, 64  # decoded where no calibration is saved
 _VERSION = 5  # of what is kept; raise it when the rule changes
@@ -94,9 +93,9 @@ def save_acceptance(
   """Write acceptance.json beside a drafter: what its trees are worth.
 
   Args:
-    seen: of greedy answers. warm: of answers at `temperature`, drafted with
-      that shared noise;
-      left out where they were too short to tell.
+    seen: of greedy answers.
+    warm: of answers at `temperature`, drafted with that shared noise; left out
+      where they were too short to tell.
   """
   worth = lambda o: {
     n: round(t, 4) for n, t in acceptance.tokens_a_pass(o).items()
