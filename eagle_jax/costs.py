@@ -33,8 +33,8 @@ class Costs:
   head: M -> the head's one product over all nodes, for those M that have it
     (`loading.lazy_head`). step: one step of the walk otherwise, which reads
     the head for one row and decides; decide: the decision alone.
-  first, level: branch -> drafting's fixed part and each level after the
-    first. extend: rows -> the drafter re-reading accepted tokens.
+  first: branch -> drafting's fixed part. level: nodes expanded -> each level
+    after the first. extend: rows -> the drafter re-reading accepted tokens.
   """
 
   verify: dict[int, float]
@@ -46,10 +46,9 @@ class Costs:
   extend: dict[int, float]
 
   def drafting(self, spec: TreeSpec) -> float:
-    width = max(spec.width, default=spec.branch)
     return (
-      _at(self.first, width)
-      + (spec.levels - 1) * _at(self.level, width)
+      _at(self.first, spec.branch)
+      + sum(_at(self.level, width) for width in spec.width)
       + _at(self.extend, spec.levels + 1)
     )
 

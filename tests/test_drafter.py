@@ -95,6 +95,47 @@ def test_a_drafter_laid_out_for_a_cpu_makes_the_same_outputs(kind, switches):
   np.testing.assert_allclose(*scores, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_wanted_rows_are_what_all_rows_are_there(kind, window):
+  """Two batch rows want different ones, behind different prefixes."""
+  d = tiny.drafter(tiny.target(), kind, sliding_window=window)
+  rng = np.random.default_rng(0)
+  B, T, S = 2, 6, 8
+  tokens = jnp.asarray(rng.integers(0, tiny.V, (B, S + T)), jnp.int32)
+  features = jnp.asarray(
+    rng.normal(size=(B, S + T, d.config.hidden_size)), jnp.float32
+  )
+  length = jnp.array([5, 8])
+  _, before = method(
+    d,
+    "__call__",
+    tokens[:, :S],
+    features[:, :S],
+    jnp.broadcast_to(jnp.arange(S), (B, S)),
+    masks.Attend(own=masks.Causal()),
+    None,
+    None,
+    (),
+  )
+  prefix = kv_cache.of_rows((before,))[0]
+  rest = (
+    tokens[:, S:],
+    features[:, S:],
+    length[:, None] + jnp.arange(T),
+    masks.Attend(own=masks.Causal(), length=length),
+    prefix,
+    None,
+    (),
+  )
+  out, rows = method(d, "__call__", *rest)
+  wanted = jnp.array([[0, 4, 2], [5, 1, 1]])
+  some, same_rows = method(d, "__call__", *rest, wanted)
+  picked = jnp.take_along_axis(out, wanted[..., None], axis=1)
+  np.testing.assert_allclose(some, picked, atol=2e-5)
+  jax.tree.map(np.testing.assert_array_equal, rows, same_rows)
+
+
 @pytest.mark.parametrize("case", EAGLE3)
 def test_golden_eagle3_parts(golden, case):
   """The fusion, the head's norm, and the output fed back before that norm."""

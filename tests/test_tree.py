@@ -1,5 +1,7 @@
 """Draft trees against tables and a list-and-loop twin."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +134,62 @@ def test_dynamic_build_matches_a_sort_and_keeps_parents(steps):
         assert valid[parent]
         assert made.level[b, parent] == made.level[b, i] - 1
         assert parent == 0 or made.tokens[b, parent] != 0
+
+
+def paths_of(spec, children, ends):
+  """{token path: score} of the valid nodes, for a drafter whose children of a
+  node are `children(path)` = (tokens, scores)."""
+  tokens, scores = children(())
+  levels = [tree.first_level(jnp.asarray([tokens]), jnp.asarray([scores]))]
+  paths = [(t,) for t in tokens]
+  for level in range(1, spec.levels):
+    newest = levels[-1]
+    chosen = tree.frontier(spec, level, newest)
+    above = [paths[i] for i in chosen[0]]
+    made = [children(p) for p in above]
+    levels.append(
+      tree.next_level(
+        newest.tokens[:, chosen[0]],
+        newest.scores[:, chosen[0]],
+        chosen + tree.level_start(spec, level),
+        jnp.asarray([[t for t, _ in made]]),
+        jnp.asarray([[s for _, s in made]]),
+        ends,
+      )
+    )
+    paths = [
+      (*p, t) for p, (ts, _) in zip(above, made, strict=True) for t in ts
+    ]
+  made = jax.device_get(tree.build(spec, jnp.asarray([0]), levels))
+  found = {}
+  for node in np.flatnonzero(made.valid[0, 1:]) + 1:
+    path, at = (), node
+    while at:
+      path, at = (int(made.tokens[0, at]), *path), made.parent[0, at]
+    found[path] = float(made.scores[0, node])
+  return found
+
+
+@pytest.mark.parametrize("steps", [2, 1000])
+def test_nodes_left_unexpanded_could_not_have_had_a_kept_child(steps):
+  ends = jnp.asarray([True] + [False] * 11)
+  narrower = 0
+  for L, b in [(2, 2), (2, 4), (3, 2), (3, 3), (4, 2)]:
+    for M in range(L + 1, L + b + 1):
+      spec = tree.dynamic(M, L, b)
+      full = dataclasses.replace(spec, width=(b,) * (L - 1))
+      narrower += spec.width != full.width
+      assert M - 1 <= spec.pool_size <= full.pool_size
+
+      def children(path, seed=M, b=b):
+        rng = np.random.default_rng([seed, steps, *path])
+        scores = np.sort(-rng.integers(0, steps, b).astype(np.float32))[::-1]
+        return rng.permutation(12)[:b].astype(np.int32), scores
+
+      wide = paths_of(full, children, ends)
+      assert paths_of(spec, children, ends) == wide
+  assert narrower > 5
+  assert tree.dynamic(3, 2, 2).width == (1,)
 
 
 def test_children_of_end_ids_do_not_exist():

@@ -103,6 +103,7 @@ class Drafter(nn.Module):
     prefix: Slots | None,
     earlier: KV | None,
     steps: tuple[KV, ...],
+    wanted: Array | None = None,
   ) -> tuple[Array, KV]:
     """One draft pass over T pairs.
 
@@ -112,9 +113,10 @@ class Drafter(nn.Module):
       positions: int32[B, T], of the features (one less than the tokens').
       attend: who sees whom.
       prefix, earlier, steps: keys and values of other rows (`masks`).
+      wanted: int32[B, R], the rows whose output is asked for; None = all T.
 
     Returns:
-      out [B, T, D], fed back as the next feature, and the rows made.
+      out [B, R or T, D], fed back as the next feature, and the T rows made.
     """
     c = self.config
     if c.sliding_window is not None:
@@ -131,7 +133,11 @@ class Drafter(nn.Module):
     else:
       x = h = self.fc(jnp.concatenate([embedded, features], -1))
     turn = layers.rotary(positions, c)
-    h, rows = self.self_attn(h, positions, turn, attend, prefix, earlier, steps)
+    h, rows = self.self_attn(
+      h, positions, turn, attend, prefix, earlier, steps, wanted
+    )
+    if wanted is not None:
+      x = jnp.take_along_axis(x, wanted[..., None], axis=1)
     x += h
     x += self.mlp(self.post_attention_layernorm(x))
     return self.norm(x) if c.norm_output else x, rows

@@ -319,6 +319,8 @@ class Attention(nn.Module):
   """Grouped-query self-attention; returns its output and the rows it made.
 
   turn: `rotary` of the positions.
+  wanted: int32[B, R], the rows whose output is returned, [B, R, D], where the
+    others are only seen; None = all T.
   joined: one product makes q, k and v, their columns side by side
   (`join_qkv`): a CPU takes 10% less for a pass of 4 rows, 3% less for one.
   """
@@ -336,6 +338,7 @@ class Attention(nn.Module):
     prefix: Slots | None,
     earlier: KV | None,
     steps: tuple[KV, ...],
+    wanted: Array | None = None,
   ) -> tuple[Array, KV]:
     c = self.config
     B, T, _ = x.shape
@@ -356,8 +359,12 @@ class Attention(nn.Module):
     q = rotate(q, turn)
     k = rotate(k, turn)
     own = KV(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    if wanted is not None:
+      attend = masks.of_rows(attend, positions, wanted)
+      q = jnp.take_along_axis(q, wanted[..., None, None], axis=1)
+      positions = jnp.take_along_axis(positions, wanted, axis=1)
     out = attention(q, own, positions, attend, prefix, earlier, steps)
-    out = out.reshape(B, T, c.num_heads * c.head_size)
+    out = out.reshape(B, -1, c.num_heads * c.head_size)
     return Dense(c.hidden_size, c.dtype, False, name="o_proj")(out), own
 
 

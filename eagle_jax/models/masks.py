@@ -70,6 +70,27 @@ class Attend:
   window: int | None = struct.field(pytree_node=False, default=None)
 
 
+def of_rows(attend: Attend, positions: Array, wanted: Array) -> Attend:
+  """`attend` for some of the call's rows as queries, all of them as keys.
+
+    own: Causal, T = 4       wanted = [3]      wanted = [1, 3]
+      1 . . .                 1 1 1 1            1 1 . .
+      1 1 . .                                    1 1 1 1
+      1 1 1 .
+      1 1 1 1
+
+  Args:
+    attend: nothing but a cache and `own` rows.
+    positions: int32[B, T] of all rows.
+    wanted: int32[B, R].
+  """
+  if attend.earlier is not None or isinstance(attend.own, Itself):
+    raise ValueError(f"some rows of {attend} were never asked for alone")
+  visible = block_mask(attend.own, positions, attend.window)
+  bits = jnp.take_along_axis(visible, wanted[..., None], axis=1)
+  return attend.replace(own=Tree(bits))
+
+
 def prefix_mask(attend: Attend, positions: Array, S: int) -> Array:
   """bool[B, 1 or T, S]: the committed slots that each query sees."""
   slots = jnp.arange(S)

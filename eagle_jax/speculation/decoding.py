@@ -169,7 +169,7 @@ def extend(
   positions = state.length[:, None] + jnp.arange(T)
   first = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
   own_tokens = jnp.concatenate([first, next_tokens[:, :-1]], axis=1)
-  out, rows = apply(
+  feature, rows = apply(
     m.drafter.reads(own_tokens, next_tokens),
     apply(features, method="fuse"),
     positions,
@@ -177,9 +177,9 @@ def extend(
     state.draft_cache[0],
     None,
     (),
+    last[:, None],
   )
   cache = kv_cache.commit(state.draft_cache, (rows,), state.length)
-  feature = jnp.take_along_axis(out, last[:, None, None], axis=1)
   tokens, scores = _children(m, state, feature, root + 1)
   return cache, (feature[:, 0], tokens[:, 0], scores[:, 0])
 

@@ -58,6 +58,11 @@ class TreeSpec:
 def dynamic(num_nodes: int, levels: int, branch: int) -> TreeSpec:
   """EAGLE-2's tree.
 
+  A level expands its `branch` best nodes, or fewer where the budget is small:
+  a child of the r-th best node of level j is kept only with the r best ones of
+  that level and the j - 1 nodes above, so r + j <= M - 1. With M = 3, L = 2,
+  branch 2, the better node of level 1 is expanded alone.
+
   Raises:
     ValueError: a budget below the path or above the pool.
   """
@@ -66,14 +71,13 @@ def dynamic(num_nodes: int, levels: int, branch: int) -> TreeSpec:
       f"a tree needs at least one level and one branch, not {levels} levels"
       f" of branch {branch}"
     )
-  spec = TreeSpec(
-    "dynamic", num_nodes, levels, branch, (branch,) * (levels - 1)
-  )
   if num_nodes < levels + 1:
     raise ValueError(
       f"{num_nodes} nodes are fewer than one path of {levels} levels and the"
       f" root: give at least {levels + 1} nodes, or fewer levels"
     )
+  width = tuple(min(branch, num_nodes - 1 - j) for j in range(1, levels))
+  spec = TreeSpec("dynamic", num_nodes, levels, branch, width)
   if num_nodes - 1 > spec.pool_size:
     raise ValueError(
       f"{num_nodes} nodes are more than the {spec.pool_size} candidates that"

@@ -183,9 +183,9 @@ def unroll(
     remat: keep only these outputs and the rows made, recompute the rest.
   """
 
-  def step(params, tokens, fed, positions, attend, earlier, rows):
+  def step(params, tokens, fed, positions, attend, *others):
     return drafter.apply(
-      {"params": params}, tokens, fed, positions, attend, None, earlier, rows
+      {"params": params}, tokens, fed, positions, attend, None, *others
     )
 
   if remat:
@@ -201,8 +201,8 @@ def unroll(
     masks.Attend(own=masks.Causal(batch.documents)),
     None,
     (),
+    anchors,
   )
-  fed = at(fed, anchors, 0)
   outs, rows = [fed], []
 
   def earlier(i: int) -> masks.Causal | masks.Tree:
