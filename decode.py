@@ -80,6 +80,12 @@ flags.DEFINE_integer(
   "Most tokens of a prompt and its answer; default: the target's limit.",
 )
 flags.DEFINE_bool("ignore_eos", False, "Go on past end-of-turn tokens.")
+flags.DEFINE_list(
+  "mesh",
+  None,
+  "Decode over the devices of this host: data,fsdp,tensor numbers of them, 0 ="
+  " what is left (1,1,0 cuts every matrix); default: one device.",
+)
 flags.DEFINE_string("dtype", None, "float32 or bfloat16; default: by device.")
 flags.DEFINE_string(
   "config", None, "A configs/*.py file whose get_config() sets these flags."

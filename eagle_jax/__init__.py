@@ -6,7 +6,7 @@ Shape letters, everywhere in this package:
   T query length       N query heads              W draft vocabulary
   S cache slots        K kv heads, G = N / K      L tree levels
   M tree nodes         H head size                U unrolled training steps
-                       F mlp width
+  R some of the rows   F mlp width                E experts
 
     import eagle_jax
     model = eagle_jax.load()
@@ -16,7 +16,8 @@ Shape letters, everywhere in this package:
 
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.generation import Answer, Generator, load, tree_spec
+from eagle_jax.generation import Answer, Generator, tree_spec
+from eagle_jax.session import load
 from eagle_jax.speculation.requests import Request
 
 __version__ = "0.1.0"

@@ -1,6 +1,20 @@
-"""Files that a kill never leaves half written."""
+"""Output folders, and files that a kill never leaves half written."""
 
 import pathlib
+
+from eagle_jax.errors import InputError
+
+
+def make_folder(name: str) -> pathlib.Path:
+  """The folder of --out, made where it is not there."""
+  folder = pathlib.Path(name)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise InputError(
+      f"out {name!r} cannot be made a folder ({e.strerror})"
+    ) from None
+  return folder
 
 
 def write_whole(file: pathlib.Path, text: str) -> None:

@@ -1,6 +1,8 @@
 """Text in, text out: what notebooks, scripts and the bench call."""
 
 import dataclasses
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -124,7 +126,7 @@ class Generator:
       )
     plain = method == "plain"
     if not plain and drafter is None:
-      raise InputError("method 'eagle' needs a drafter: give --drafter")
+      raise InputError("method 'eagle' needs a drafter: give one")
     spec = tree.plain() if plain else spec or tree_spec("dynamic")
     if spec.levels and spec.branch > drafter.config.draft_vocab_size:
       raise InputError(
@@ -135,7 +137,7 @@ class Generator:
     self.models = loading.models(
       target, None if plain else drafter, spec, ignore_eos, mesh
     )
-    self.engine = Engine(self.models, batch_size, context, mesh)
+    self.engine = Engine(self.models, batch_size, context)
     self.decode = text.decoder(target.tokenizer)
 
   def encode(self, prompt: str | Sequence[dict], raw: bool = False):
@@ -193,16 +195,14 @@ class Generator:
     prompt: str | Sequence[dict],
     max_new_tokens: int = 512,
     seed: int = 0,
+    raw: bool = False,
+    stops: Sequence[str] = (),
     **sampling_fields,
   ) -> Iterator[str]:
-    """Pieces of the answer to one prompt, as they come."""
-    import queue
-    import threading
-
+    """Pieces of the answer to one prompt, as they come; as in `generate`."""
     pieces: queue.Queue = queue.Queue()
-    request = Request(
-      self.encode(prompt), max_new_tokens, Sampling(**sampling_fields), seed
-    )
+    sampling = Sampling(**sampling_fields)
+    request = Request(self.encode(prompt, raw), max_new_tokens, sampling, seed)
     self.engine.check(request)
     stopped = threading.Event()
 
@@ -212,7 +212,7 @@ class Generator:
 
     def work():
       try:
-        self.run([request], [""], emit=emit)
+        self.run([request], [""], stops, emit)
         pieces.put(None)
       except BaseException as e:
         pieces.put(e)
@@ -233,17 +233,25 @@ class Generator:
     prompts: Sequence[str | Sequence[dict]],
     max_new_tokens: int = 512,
     seed: int = 0,
+    raw: bool = False,
+    stops: Sequence[str] = (),
     **sampling_fields,
   ) -> list[Answer]:
-    """Answers to several prompts; fields of `Sampling` as keywords."""
+    """Answers to several prompts.
+
+    Args:
+      prompts: texts, or messages {"role", "content"} each.
+      raw: texts go in as they are, without the chat template.
+      stops: an answer ends before the first of these.
+      sampling_fields: of `Sampling`.
+    """
+    sampling = Sampling(**sampling_fields)
     requests = [
-      Request(
-        self.encode(p), max_new_tokens, Sampling(**sampling_fields), seed, i
-      )
+      Request(self.encode(p, raw), max_new_tokens, sampling, seed, i)
       for i, p in enumerate(prompts)
     ]
     names = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]
-    return self.run(requests, names)
+    return self.run(requests, names, stops)
 
 
 def divergence(
@@ -268,22 +276,3 @@ def use_compilation_cache() -> None:
   folder = gguf_target.cache_dir() / "xla"
   jax.config.update("jax_compilation_cache_dir", str(folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def load(
-  target: str = loading.DEFAULT_TARGET,
-  drafter: str | None = None,
-  method: str = "eagle",
-  spec: TreeSpec | None = None,
-  batch_size: int = 1,
-  dtype: str | None = None,
-  say=print,
-) -> Generator:
-  """A generator by names: the shipped target and drafter by default."""
-  if drafter is None and method != "plain" and not loading.is_default(target):
-    raise InputError(f"no drafter for target {target!r}: give one")
-  use_compilation_cache()
-  loaded = loading.load_target(target, dtype or loading.default_dtype(), say)
-  name = drafter or loading.DEFAULT_DRAFTER
-  found = None if method == "plain" else loading.load_drafter(name, loaded, say)
-  return Generator(loaded, found, method, spec, batch_size)

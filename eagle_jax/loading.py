@@ -129,9 +129,14 @@ def end_ids(folder: pathlib.Path) -> tuple[int, ...]:
   return ()
 
 
+def check_dtype(dtype: str | None) -> None:
+  if dtype not in (None, "float32", "bfloat16"):
+    raise InputError(f"dtype {dtype!r} must be float32 or bfloat16")
+
+
 def load_target(
   name: str,
-  dtype: str,
+  dtype: str | None,
   say,
   mesh: Mesh | None = None,
   preset: str = "decode",
@@ -139,11 +144,12 @@ def load_target(
   """A target by name, on one device or laid out over a mesh.
 
   Args:
+    dtype: None = `default_dtype`.
     preset: of `sharding`, where there is a mesh.
   """
+  check_dtype(dtype)
+  dtype = dtype or default_dtype()
   folder = target_folder(name, say)
-  if dtype not in ("float32", "bfloat16"):
-    raise InputError(f"dtype {dtype!r} must be float32 or bfloat16")
   shard = lambda config, shapes: sharding.parameters(
     shapes, config, mesh, preset, say
   )
@@ -210,6 +216,22 @@ def load_drafter(
       drafter, notes=drafter.notes | {"acceptance": measured}
     )
   return drafter
+
+
+def load_pair(
+  target: str,
+  drafter: str | None,
+  dtype: str | None,
+  say,
+  window: int | None = None,
+  mesh: Mesh | None = None,
+) -> tuple[LoadedTarget, LoadedDrafter]:
+  """A target and its drafter; None = the built-in target's own one."""
+  if drafter is None and not is_default(target):
+    raise InputError(f"no drafter for target {target!r}: give one (--drafter)")
+  loaded = load_target(target, dtype, say, mesh)
+  name = drafter or DEFAULT_DRAFTER
+  return loaded, load_drafter(name, loaded, say, window)
 
 
 def default_dtype() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from eagle_jax import generation, loading, prompts
 from eagle_jax.errors import InputError
+from eagle_jax.speculation import requests
 
 
 @dataclasses.dataclass
@@ -41,6 +42,7 @@ class DecodeOptions:
   batch_size: int = 1
   context: int | None = None
   ignore_eos: bool = False
+  mesh: Sequence[str] | None = None
   dtype: str | None = None
   output: str | None = None
   compare: bool = False
@@ -129,8 +131,7 @@ def inputs(o: DecodeOptions) -> list[str | list[dict] | list[int]] | None:
 
 def check(o: DecodeOptions) -> None:
   """Refuses bad values before any weight is read."""
-  if o.dtype not in (None, "float32", "bfloat16"):
-    raise InputError(f"dtype {o.dtype!r} must be float32 or bfloat16")
+  loading.check_dtype(o.dtype)
   for name in ("num_samples", "max_new_tokens", "batch_size"):
     if getattr(o, name) < 1:
       raise InputError(f"{name} {getattr(o, name)} must be at least 1")
@@ -157,8 +158,7 @@ def check(o: DecodeOptions) -> None:
     )
   if o.show and o.method == "plain":
     raise InputError("--show draws drafts: use --method eagle")
-  if not 0 <= o.seed < 2**32:
-    raise InputError(f"seed {o.seed} must be from 0 to {2**32 - 1}")
+  requests.check_seed(o.seed)
   if o.system is not None and o.raw:
     raise InputError("--system needs the chat template: leave out --raw")
   if o.output is not None:

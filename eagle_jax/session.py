@@ -1,10 +1,11 @@
-"""Models loaded for a set of options, and the figures of what they decode."""
+"""Models loaded by name or for a set of options, and figures of their work."""
 
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 
-from eagle_jax import choice, generation, loading, text
+from eagle_jax import choice, generation, loading, sharding, text
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
@@ -16,6 +17,44 @@ from eagle_jax.speculation.tree import TreeSpec
 def say(line: str) -> None:
   """Progress goes to stderr: stdout holds answers."""
   print(line, file=sys.stderr, flush=True)
+
+
+def load(
+  target: str = loading.DEFAULT_TARGET,
+  drafter: str | None = None,
+  method: str = "eagle",
+  spec: TreeSpec | str | None = None,
+  batch_size: int = 1,
+  dtype: str | None = None,
+  mesh: Sequence[int] | None = None,
+  say=print,
+) -> Generator:
+  """A generator by names: the built-in target and drafter by default.
+
+  Args:
+    target, drafter: built-in names, folders or hub names.
+    method: "eagle" or "plain".
+    spec: a tree (`tree_spec`), its name such as "dynamic:8:3:4", or "auto",
+      which times passes once and takes the fastest tree for greedy decoding;
+      None = the default tree of the backend.
+    batch_size: rows decoded together.
+    dtype: "float32" or "bfloat16"; None = float32 on a CPU, else bfloat16.
+    mesh: data, fsdp and tensor devices to decode over; None = one device.
+    say: gets lines of progress.
+  """
+  over = None if mesh is None else sharding.make_mesh(mesh)
+  if isinstance(spec, str) and spec != "auto":
+    spec = generation.named_tree(spec)
+  if spec == "auto" and (over is not None or method == "plain"):
+    raise InputError("spec 'auto' times eagle on one device: name a tree")
+  generation.use_compilation_cache()
+  if method == "plain":
+    loaded, found = loading.load_target(target, dtype, say, over), None
+  else:
+    loaded, found = loading.load_pair(target, drafter, dtype, say, mesh=over)
+  if spec == "auto":
+    spec = choice.spec(loaded, found, batch_size, Sampling(), say, False)
+  return Generator(loaded, found, method, spec, batch_size, mesh=over)
 
 
 class Session:
@@ -36,23 +75,19 @@ class Session:
     self.auto = o.tree == "auto" and not given and o.method == "eagle"
     kind = "dynamic" if o.tree == "auto" else o.tree
     self.spec = None if self.auto else generation.tree_spec(kind, *sizes)
-    drafter = o.drafter
-    default = loading.is_default(o.target)
-    if o.method == "eagle" and drafter is None and not default:
-      raise InputError(
-        f"no drafter for target {o.target!r}: give --drafter, or --method plain"
-      )
+    self.mesh = None
+    if o.mesh is not None:
+      self.mesh = sharding.make_mesh(sharding.mesh_sizes(o.mesh))
     generation.use_compilation_cache()
-    target = loading.load_target(
-      o.target, o.dtype or loading.default_dtype(), say
-    )
-    self.target, self.drafter = target, None
+    self.drafter = None
     if o.method == "eagle":
-      self.drafter = loading.load_drafter(
-        drafter or loading.DEFAULT_DRAFTER, target, say, o.drafter_window
+      self.target, self.drafter = loading.load_pair(
+        o.target, o.drafter, o.dtype, say, o.drafter_window, self.mesh
       )
-    self.tokenizer = target.tokenizer
-    self.piece = text.piece(target.tokenizer)
+    else:
+      self.target = loading.load_target(o.target, o.dtype, say, self.mesh)
+    self.tokenizer = self.target.tokenizer
+    self.piece = text.piece(self.target.tokenizer)
     plain = self._generator("plain", None)
     self.check = plain.engine.check  # needs no tree, so comes before its choice
     self.plain = plain if o.compare else None
@@ -67,13 +102,17 @@ class Session:
       o.batch_size,
       o.context,
       o.ignore_eos,
+      self.mesh,
     )
 
   @functools.cached_property
   def generator(self) -> Generator:
     """What answers; `--tree auto` times passes at the first use."""
     o, spec = self.o, self.spec
-    if self.auto:
+    if self.auto and self.mesh is not None:
+      say("tree auto: a mesh is not timed, the default tree serves")
+      spec = generation.tree_spec("dynamic")
+    elif self.auto:
       spec = choice.spec(
         self.target,
         self.drafter,

@@ -24,7 +24,7 @@ chips share; the two sums a level cost microseconds.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -89,7 +89,17 @@ PRESETS = {
 Table = dict[str, str | tuple[str, ...] | None]
 
 
-def make_mesh(sizes: tuple[int, int, int], devices=None) -> Mesh:
+def mesh_sizes(given: Sequence[str]) -> tuple[int, ...]:
+  """Sizes from a flag's texts, for `make_mesh`."""
+  try:
+    return tuple(int(size) for size in given)
+  except ValueError:
+    raise InputError(
+      f"mesh {','.join(given)!r} must be numbers: data,fsdp,tensor"
+    ) from None
+
+
+def make_mesh(sizes: Sequence[int], devices=None) -> Mesh:
   """The (data, fsdp, tensor) mesh; the only place that makes one.
 
   Args:

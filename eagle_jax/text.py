@@ -129,11 +129,11 @@ def encode_messages(tokenizer, messages: Sequence[dict]) -> list[int]:
   """Chat messages -> prompt ids, ready for the assistant's answer."""
   if tokenizer is None:
     raise InputError(
-      "the target has no tokenizer: give --prompt_ids instead of text"
+      "the target has no tokenizer: give prompt_ids instead of text"
     )
   if not tokenizer.chat_template:
     raise InputError(
-      "the target's tokenizer has no chat template: use --raw for plain text"
+      "the target's tokenizer has no chat template: use raw for plain text"
     )
   try:
     text = tokenizer.apply_chat_template(
@@ -142,7 +142,7 @@ def encode_messages(tokenizer, messages: Sequence[dict]) -> list[int]:
   except Exception as e:  # templates refuse what they cannot render
     raise InputError(
       f"the chat template refuses these messages ({e}): mend the roles, or use"
-      " --raw"
+      " raw"
     ) from None
   return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -151,7 +151,7 @@ def encode_raw(tokenizer, text: str) -> list[int]:
   """Plain text -> ids, with the special tokens the tokenizer adds itself."""
   if tokenizer is None:
     raise InputError(
-      "the target has no tokenizer: give --prompt_ids instead of text"
+      "the target has no tokenizer: give prompt_ids instead of text"
     )
   return tokenizer(text)["input_ids"]
 

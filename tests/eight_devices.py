@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 import re
 import threading
 import time
 
+import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ import tiny
 import tiny_run
 from safetensors.numpy import save_file
 
-from eagle_jax import Sampling, loading, sharding
+from eagle_jax import Sampling, command, loading, options, sharding
 from eagle_jax.checkpoints import tensors
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
@@ -65,7 +67,7 @@ def decode():
         "kernel"
       ]
       assert kernel.addressable_shards[0].data.shape == (4, tiny.D, 48 // 4)
-    e = engine.Engine(m, 2, 60, mesh)
+    e = engine.Engine(m, 2, 60)
     results = e.generate(requests)
     if mesh:  # drafting sends what must travel, and XLA adds nothing to it
       (text,) = (p.as_text() for k, p in e.programs.items() if k[0] == "chunk")
@@ -85,11 +87,38 @@ def test_a_mesh_gives_the_tokens_of_one_device(decode, sizes, experts):
   assert decode(sizes, experts) == decode(None, experts)
 
 
+def test_decode_py_over_a_mesh(tmp_path, capfd):
+  models = folders.pair(tmp_path)
+  (tmp_path / "prompts.txt").write_text("hello\nwhy\n")
+
+  def rows(**how):
+    out = tmp_path / "rows.jsonl"
+    command.run(
+      options.DecodeOptions(
+        target=models.target,
+        drafter=models.drafter,
+        prompts_file=str(tmp_path / "prompts.txt"),
+        batch_size=2,
+        max_new_tokens=16,
+        temperature=0.8,
+        output=str(out),
+        **how,
+      )
+    )
+    read = [json.loads(line) for line in out.read_text().splitlines()]
+    return [r["token_ids"] for r in read]
+
+  assert rows(mesh=["2", "1", "0"]) == rows(tree="dynamic")
+  assert "tree auto: a mesh is not timed" in capfd.readouterr().err
+  with pytest.raises(InputError, match="mesh 'a,1,1' must be numbers"):
+    rows(mesh=["a", "1", "1"])
+
+
 def test_a_batch_must_divide_over_the_data_axis():
   mesh = sharding.make_mesh((2, 1, 4))
   m = loading.models(*pair(), tree.chain(2), mesh=mesh)
   with pytest.raises(InputError, match="batch_size 3 does not divide"):
-    engine.Engine(m, 3, 60, mesh)
+    engine.Engine(m, 3, 60)
 
 
 # Training --------------------------------------------------------------------

@@ -129,11 +129,11 @@ def share_programs(patch) -> None:
   """
   init = engine.Engine.__init__
 
-  def shared(self, models, batch_size, context, mesh=None):
-    init(self, models, batch_size, context, mesh)
+  def shared(self, models, batch_size, context):
+    init(self, models, batch_size, context)
     key = (
       *(models.target, models.drafter, models.spec, models.lazy_head),
-      *(batch_size, self._width, self._most, mesh, models.mesh),
+      *(batch_size, self._width, self._most, models.mesh),
     )
     self.programs = _PROGRAMS.setdefault(key, {})
 

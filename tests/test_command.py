@@ -595,7 +595,7 @@ def test_refused_models(refused, models, tmp_path):
   bare = copy(models.target, "bare")
   for file in pathlib.Path(bare).glob("tokenizer*"):
     file.unlink()
-  assert "no tokenizer: give --prompt_ids" in refused(*hi, target=bare)
+  assert "no tokenizer: give prompt_ids" in refused(*hi, target=bare)
 
 
 # The script itself ----------------------------------------------------------

@@ -6,7 +6,7 @@ import folders
 import jax
 import pytest
 
-from eagle_jax import generation
+from eagle_jax import generation, session
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import tree
 
@@ -20,7 +20,7 @@ def models(tmp_path_factory):
 def generator(models):
   with pytest.MonkeyPatch.context() as patch:
     folders.share_programs(patch)
-    yield generation.load(models.target, models.drafter, say=lambda _: None)
+    yield session.load(models.target, models.drafter, say=lambda _: None)
 
 
 def test_stream_joined_is_generate(generator):
@@ -98,16 +98,46 @@ def test_tree_spec_refuses(sizes, word):
 def test_load_refuses(models, tmp_path):
   quiet = {"say": lambda _: None}
   with pytest.raises(InputError, match="no drafter for target"):
-    generation.load(models.target, **quiet)
+    session.load(models.target, **quiet)
   with pytest.raises(InputError, match=r"target './none' is not a folder"):
-    generation.load("./none", method="plain", **quiet)
+    session.load("./none", method="plain", **quiet)
   with pytest.raises(InputError, match=r"drafter './none' is not a folder"):
-    generation.load(models.target, "./none", **quiet)
+    session.load(models.target, "./none", **quiet)
   with pytest.raises(InputError, match="method 'fast' is unknown"):
-    generation.load(models.target, models.drafter, "fast", **quiet)
+    session.load(models.target, models.drafter, "fast", **quiet)
   (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
   with pytest.raises(InputError, match="model_type 'gpt2' is not supported"):
-    generation.load(str(tmp_path), method="plain", **quiet)
+    session.load(str(tmp_path), method="plain", **quiet)
+
+
+def test_load_takes_trees_by_name_and_meshes(models):
+  quiet = {"say": lambda _: None}
+  pair = (models.target, models.drafter)
+  named = session.load(*pair, spec="dynamic:5:2:2", **quiet)
+  assert named.models.spec == tree.dynamic(5, 2, 2)
+  with pytest.raises(InputError, match="tree 'oak:3': tree 'oak' is unknown"):
+    session.load(*pair, spec="oak:3", **quiet)
+  with pytest.raises(InputError, match="spec 'auto' times eagle on one device"):
+    session.load(*pair, spec="auto", mesh=(1, 1, 1), **quiet)
+  with pytest.raises(InputError, match=r"mesh .* does not fit 1 devices"):
+    session.load(*pair, mesh=(2, 1, 1), **quiet)
+  on_mesh = session.load(*pair, spec="dynamic:5:2:2", mesh=(1, 1, 1), **quiet)
+  assert on_mesh.models.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
+  a, b = (g.generate(["hi"], 8)[0].text for g in (named, on_mesh))
+  assert a == b
+
+
+def test_raw_and_stops_reach_the_engine(generator):
+  (chat,) = generator.generate(["hello"], 24)
+  (raw,) = generator.generate(["hello"], 24, raw=True)
+  assert raw.request.prompt_ids == folders.ids_of("hello")
+  assert chat.request.prompt_ids != raw.request.prompt_ids
+  stop = raw.text[4:6]
+  (cut,) = generator.generate(["hello"], 24, raw=True, stops=[stop])
+  assert cut.text == raw.text[: raw.text.index(stop)]
+  assert cut.result.finish_reason == "stop"
+  pieces = generator.stream("hello", 24, raw=True, stops=[stop])
+  assert "".join(pieces) == cut.text
 
 
 def test_a_method_needs_its_parts(generator):

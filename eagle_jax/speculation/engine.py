@@ -1,7 +1,8 @@
 """The host side of decoding: buckets, compilation, chunks, requests.
 
-Every program is compiled ahead of the request's clock and kept by its shape;
-between two chunks the host reads one small `ChunkOut` and nothing else.
+Programs are kept by their shape. `generate` compiles what a batch can reach
+ahead of its clock, `serve` as it goes. Between two chunks the host reads one
+small `ChunkOut` and nothing else.
 """
 
 import dataclasses
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from eagle_jax import sharding
 from eagle_jax.config import Sampling
@@ -127,20 +127,11 @@ class Engine:
   """Decodes batches of requests with one set of `Models`.
 
   compile_seconds and programs tell what was compiled; `fetches` counts the
-  device-to-host transfers.
-
-  Args:
-    mesh: the models lie on it (`loading.models`); the state will too, its rows
-      shared out over the data axis.
+  device-to-host transfers. Where the models lie on a mesh, so does the state,
+  its rows shared out over the data axis.
   """
 
-  def __init__(
-    self,
-    models: Models,
-    batch_size: int,
-    context: int | None,
-    mesh: Mesh | None = None,
-  ):
+  def __init__(self, models: Models, batch_size: int, context: int | None):
     limit = models.target.config.max_positions
     if context is not None and not 2 <= context <= limit:
       raise InputError(
@@ -148,12 +139,12 @@ class Engine:
       )
     if batch_size < 1:
       raise InputError(f"batch_size {batch_size} must be at least 1")
-    if mesh and batch_size % mesh.shape["data"]:
+    mesh = models.mesh
+    if mesh is not None and batch_size % mesh.shape["data"]:
       raise InputError(
         f"batch_size {batch_size} does not divide over the mesh's data axis of"
         f" {mesh.shape['data']}: give a multiple"
       )
-    self.mesh = mesh
     self.models = models
     self.batch_size = batch_size
     self.context = context or limit
@@ -182,9 +173,9 @@ class Engine:
     # Where the results lie; without a mesh that is the one device.
     to_state, to_host, to_both = {}, {}, {}
     put = lambda a: a
-    if self.mesh is not None:
-      everywhere = sharding.replicated(self.mesh)
-      rows = sharding.decode_state(state, m, self.mesh)
+    if m.mesh is not None:
+      everywhere = sharding.replicated(m.mesh)
+      rows = sharding.decode_state(state, m, m.mesh)
       to_state = {"out_shardings": rows}
       to_host = {"out_shardings": everywhere}
       to_both = {"out_shardings": (rows, everywhere)}
@@ -507,7 +498,7 @@ class Engine:
     """
     if not 1 <= cycles <= CHUNK:
       raise ValueError(f"cycles {cycles} must be from 1 to {CHUNK}")
-    if self.mesh is not None:
+    if self.models.mesh is not None:
       raise InputError("a running batch is for one device: leave out the mesh")
     B, m = self.batch_size, self.models
     rows: list[_Row | None] = [None] * B
@@ -587,15 +578,15 @@ class Engine:
   # Transfers -------------------------------------------------------------
 
   def _fetch(self, out):
-    """The one place where decoding reads from the device."""
+    """The one place where a chunk's results are read from the device."""
     self.fetches += 1
     return jax.device_get(out)
 
   def seeds_of(self, group: Sequence[Request]) -> np.ndarray:
     """uint32[B, 2], the rows' noise keys; empty rows get zeros."""
+    made = [row_seed(r.seed, r.number, r.sample) for r in group]
     seeds = np.zeros((self.batch_size, 2), np.uint32)
-    for b, r in enumerate(group):
-      seeds[b] = np.asarray(row_seed(r.seed, r.number, r.sample))
+    seeds[: len(group)] = jax.device_get(made)
     return seeds
 
   def sampling_of(self, group: Sequence[Request]) -> SamplingParams:

@@ -4,13 +4,20 @@ import dataclasses
 from collections.abc import Sequence
 
 from eagle_jax.config import Sampling
+from eagle_jax.errors import InputError
+
+
+def check_seed(seed: int) -> None:
+  if not 0 <= seed < 2**32:
+    raise InputError(f"seed {seed} must be from 0 to {2**32 - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
   """One row to decode.
 
-  number, sample: with `seed` they key the row's noise; never the batch slot.
+  seed: of the noise, below 2**32. number, sample: with it they key the row's
+    noise; never the batch slot.
   """
 
   prompt_ids: Sequence[int]
@@ -20,6 +27,9 @@ class Request:
   number: int = 0
   sample: int = 0
 
+  def __post_init__(self):
+    check_seed(self.seed)
+
 
 @dataclasses.dataclass
 class Result:
@@ -27,7 +37,8 @@ class Result:
 
   token_ids: new tokens, an end id included. accept_lengths: one a cycle.
   finish_reason: "stop" (an end id or a stop string) or "length".
-  seconds: wall clock of its batch, prefill included, compilation not.
+  seconds: wall clock of its batch, prefill included; compilation not, but in a
+    running batch (`Engine.serve`) that compiles as it goes.
   decode_seconds: the part after the first token.
   """
 

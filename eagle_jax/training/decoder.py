@@ -70,7 +70,7 @@ class Decoder:
     context = min(longest + tokens, target.config.max_positions)
     rows = mesh.shape["data"]
     rows *= -(-len(self.requests) // rows)
-    self.engine = Engine(m, rows, context, mesh)
+    self.engine = Engine(m, rows, context)
 
   def __call__(self, drafter_params: dict) -> dict:
     """tau over all prompts (tokens kept a verify pass) and tokens decoded."""

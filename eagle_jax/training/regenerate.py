@@ -30,9 +30,9 @@ from absl import flags
 
 from eagle_jax import generation, loading, script, text
 from eagle_jax.config import Sampling
-from eagle_jax.errors import InputError
+from eagle_jax.errors import InputError, differences
 from eagle_jax.speculation.engine import Engine
-from eagle_jax.speculation.requests import Request, Result
+from eagle_jax.speculation.requests import Request, Result, check_seed
 from eagle_jax.training import chats
 from eagle_jax.training.chats import BadRow
 
@@ -143,11 +143,8 @@ class Output:
     try:
       if facts.exists():
         before = json.loads(facts.read_text())
-        other = [k for k in decides if decides[k] != before.get(k)]
-        if other:
-          changes = ", ".join(
-            f"{k} {before.get(k)} to {decides[k]}" for k in other
-          )
+        changes = differences(before, decides, decides)
+        if changes:
           raise InputError(
             f"{file} holds answers made otherwise ({changes}): give another"
             " --out, or what was given then"
@@ -335,8 +332,7 @@ def run(
 def _run(f) -> None:
   if not f.data or not f.out:
     raise InputError("--data and --out are needed: chats, and where to write")
-  if not 0 <= f.seed < 2**32:
-    raise InputError(f"seed {f.seed} must be from 0 to {2**32 - 1}")
+  check_seed(f.seed)
   if f.max_new_tokens < 1:
     raise InputError(f"max_new_tokens {f.max_new_tokens} must be at least 1")
   options = Options(
