@@ -9,11 +9,10 @@ starts it again; the same command resumes it.
 
 import sys
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from eagle_jax import distributed
-from eagle_jax.errors import InputError
+from eagle_jax import distributed, script
 from eagle_jax.training import config, loop
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -28,31 +27,16 @@ _PROCESS = flags.DEFINE_integer(
 )
 
 
-def main(argv):
-  logging.set_verbosity(logging.WARNING)  # Orbax reports every rename
+def run(_) -> None:
+  distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
   try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag")
-    distributed.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     folder = loop.train(_CONFIG.value)
-  except InputError as e:
-    print(f"train.py: {e}", file=sys.stderr)
-    sys.exit(2)
   except loop.Stopped as e:
     print(f"train.py: {e}; the same command resumes it", file=sys.stderr)
     sys.exit(143)
   print(f"best drafter: {folder}")
 
 
-def parse(argv):
-  try:
-    config.check_overrides(argv)
-    return flags.FLAGS(argv)
-  except (InputError, flags.Error) as e:
-    print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
   flags.mark_flag_as_required("config")
-  app.run(main, flags_parser=parse)
+  script.run("train.py", run, config.check_overrides)

@@ -33,7 +33,7 @@ from eagle_jax.training import acceptance
 # is among them, and so are 2 and 3: 2 nodes may cost a CPU more than 3
 NODES = (1, 2, 3, 4, 8, 16, 32, 60)
 ANSWERS, LENGTH = 12, 64  # decoded where no calibration is saved
-_VERSION = 5  # of what is kept; raise it when the rule changes
+_VERSION = 6  # of what is kept; raise it when the rule changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,21 +148,20 @@ def estimate(
   )
 
 
-def _saved(
-  drafter: LoadedDrafter, temperature: float, strength: float
-) -> dict | None:
+def _saved(drafter: LoadedDrafter, sampling: Sampling) -> dict | None:
   """Tokens a pass by tree that calibrate found for this drafter: between
   temperature 0 and the one it sampled at, what lies between the two; above
   that one, what it found there."""
   saved = drafter.notes.get("acceptance")
   if not saved or saved["drafter"] != drafter_fingerprint(drafter):
     return None
-  if temperature <= 0:
+  if sampling.temperature <= 0:
     return saved["tau"]
   sampled = saved.get("sampled")
+  strength = sampling.strength(drafter.config.draft_noise)
   if not sampled or sampled["draft_noise"] != strength:
     return None
-  share = min(temperature / sampled["temperature"], 1.0)
+  share = min(sampling.temperature / sampled["temperature"], 1.0)
   warm = sampled["tau"]
   return {
     name: (1 - share) * tau + share * warm[name]
@@ -176,8 +175,7 @@ def taus_of(
 ) -> dict[str, float] | None:
   """Tokens a pass by tree: saved with the drafter, else estimated; None where
   the target's answers are too short to tell."""
-  strength = sampling.strength(drafter.config.draft_noise)
-  saved = _saved(drafter, sampling.temperature, strength)
+  saved = _saved(drafter, sampling)
   if saved:
     return saved
   if not getattr(target.tokenizer, "chat_template", None):
@@ -278,7 +276,7 @@ def choose(
     "temperature": round(sampling.temperature, 2),
     "draft_noise": strength,
     # another calibration may choose another tree
-    "saved": _digest(_saved(drafter, sampling.temperature, strength)),
+    "saved": _digest(_saved(drafter, sampling)),
   }
   file = _file("trees", key)
   if file.exists():

@@ -1,10 +1,11 @@
-"""Static descriptions of networks, trees and runs: plain dataclasses.
+"""Networks and sampling settings as values: plain dataclasses.
 
-Every size that shapes a compiled program is a named field here; nothing in
+Every size and switch that shapes a network is a named field here; nothing in
 the maths carries a default of its own.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from eagle_jax.errors import InputError
 
@@ -88,6 +89,18 @@ INPUTS = ("feature+token", "feature+unshifted", "feature", "token")
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
+def check_switches(kind: str, on: Sequence[str]) -> None:
+  """Refuses variants of a drafter (`SWITCHES`) that its kind cannot have."""
+  if on and kind != "eagle3":
+    raise InputError(
+      f"switches {', '.join(on)} are variants of kind 'eagle3', not of {kind!r}"
+    )
+  if {"fc_norm", "norm_before_fc"} <= set(on):
+    raise InputError(
+      "switches fc_norm and norm_before_fc exclude each other: drop one"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig(LayerConfig):
   """A drafter: one decoder layer over (feature, token) pairs.
@@ -156,16 +169,13 @@ class DrafterConfig(LayerConfig):
         f"draft_vocab_size {self.draft_vocab_size} is outside 1.."
         f"{self.vocab_size}, the target's vocabulary"
       )
+    check_switches(self.kind, [n for n in SWITCHES if getattr(self, n)])
     other = self.target_hidden_size not in (None, self.hidden_size)
-    switches = {n: getattr(self, n) for n in SWITCHES}
-    switches[f"target_hidden_size {self.target_hidden_size}"] = other
-    if self.kind == "eagle" and any(switches.values()):
+    if self.kind == "eagle" and other:
       raise ValueError(
-        f"{', '.join(n for n, on in switches.items() if on)}: only kind"
-        " 'eagle3' has it"
+        f"target_hidden_size {self.target_hidden_size}: only kind 'eagle3' has"
+        " it"
       )
-    if self.fc_norm and self.norm_before_fc:
-      raise ValueError("fc_norm and norm_before_fc exclude each other")
     if other and not self.own_embedding:
       raise ValueError(
         f"hidden_size {self.hidden_size} is not the target's"

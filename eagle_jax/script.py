@@ -11,11 +11,21 @@ from eagle_jax.errors import InputError
 Work = Callable[[flags.FlagValues], None]
 
 
-def parse(name: str, values: flags.FlagValues, argv: Sequence[str]):
+Check = Callable[[Sequence[str]], None]
+
+
+def parse(
+  name: str,
+  values: flags.FlagValues,
+  argv: Sequence[str],
+  check: Check | None = None,
+) -> list[str]:
   """What is left of the command line; exits where a flag cannot be read."""
   try:
+    if check:
+      check(argv)
     return values(argv)
-  except flags.Error as e:
+  except (InputError, flags.Error) as e:
     print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -40,14 +50,15 @@ def main(
     sys.exit(130)  # what a shell expects of Ctrl-C
 
 
-def run(name: str, work: Work) -> None:
+def run(name: str, work: Work, check: Check | None = None) -> None:
   """Parse the command line and do the work; never returns.
 
   Args:
     name: of the command, before each refusal.
     work: gets the parsed flags.
+    check: refuses a command line that flags would misread.
   """
   app.run(
     lambda argv: main(name, work, flags.FLAGS, argv),
-    flags_parser=lambda argv: parse(name, flags.FLAGS, argv),
+    flags_parser=lambda argv: parse(name, flags.FLAGS, argv, check),
   )

@@ -367,7 +367,7 @@ def test_a_run_over_two_suites(
     (["--seed=-1"], "seed -1"),
     (["--temperature=-1"], "temperature -1"),
     (["--dtype=int8"], "dtype 'int8'"),
-    (["--tree_nodes=3"], "3 nodes are fewer"),
+    (["--methods=plain,dynamic:3"], "3 nodes are fewer"),
     (["--suite=none.jsonl"], "none.jsonl: cannot be read"),
     (["--suite=a/x.jsonl", "--suite=b/x.jsonl"], "same file name"),
     (["--target=./none", "--drafter=./none"], "'./none' is not a folder"),

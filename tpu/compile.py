@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from eagle_jax import script
+from eagle_jax import script, sharding
 from eagle_jax.bench import forecast, shapes
 from eagle_jax.bench.lowering import Shapes
 from eagle_jax.errors import InputError
@@ -74,13 +74,13 @@ def read_config(path: str, values: flags.FlagValues) -> Shapes:
 
 def run(f: flags.FlagValues) -> None:
   configs = [read_config(path, f) for path in f.config]
-  sizes = tuple(map(int, f.mesh)) if f.mesh else None
+  sizes = sharding.mesh_sizes(f.mesh) if f.mesh else None
   out = pathlib.Path(f.out) if f.out else None
   results = forecast.Results(out)
   for s in configs:
     for topology in f.topology:
       for program in forecast.programs(s, f.what, f.drafters):
-        name = forecast.key(s, program, topology)
+        name = forecast.key(s, program, topology, sizes, f.full)
         if name not in results.found:
           found = forecast.analyse(s, program, topology, sizes, f.full)
           results.put(name, found, configs)

@@ -1,8 +1,8 @@
 """python -m eagle_jax.bench --suite FILE --methods plain,dynamic --out DIR"""
 
 import json
-import pathlib
 import sys
+from collections.abc import Sequence
 
 import tqdm
 from absl import flags
@@ -11,9 +11,10 @@ from eagle_jax import choice, generation, loading, machine, script
 from eagle_jax.bench import measure, peer, suites
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.files import write_whole
+from eagle_jax.files import make_folder, write_whole
 from eagle_jax.generation import Generator
-from eagle_jax.speculation.requests import Request
+from eagle_jax.speculation.requests import Request, check_seed
+from eagle_jax.speculation.tree import TreeSpec
 
 F = flags.FLAGS
 METHODS = (
@@ -39,9 +40,6 @@ flags.DEFINE_string("drafter", None, "As in decode.py.")
 flags.DEFINE_integer("drafter_window", None, "As in decode.py.")
 flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
 flags.DEFINE_float("draft_noise", None, "As in decode.py.")
-flags.DEFINE_integer("tree_nodes", None, "Node budget M of dynamic, uniform.")
-flags.DEFINE_integer("tree_levels", None, "Levels L of dynamic, chain.")
-flags.DEFINE_integer("tree_branch", None, "Branch of dynamic, uniform.")
 flags.DEFINE_string("dtype", None, "As in decode.py.")
 
 
@@ -104,70 +102,46 @@ def _by_context(suites: dict) -> list[str]:
   return lines
 
 
-def _specs(F: flags.FlagValues) -> dict:
-  """Method -> tree; a size flag goes to the trees that take it."""
-  takes = {
-    "chain": ("levels",),
-    "static": (),
-    "uniform": ("nodes", "branch"),
-    "dynamic": ("nodes", "levels", "branch"),
-  }
-  sizes = {n: F[f"tree_{n}"].value for n in ("nodes", "levels", "branch")}
-  specs, methods = {}, F.methods
+def _specs(methods: Sequence[str]) -> dict[str, TreeSpec | None]:
+  """Method -> tree; None for plain, transformers, and for auto, which is
+  chosen once the models are loaded."""
   if not methods:
     raise InputError(f"no methods: use some of {', '.join(METHODS)}")
+  specs = {}
   for name in methods:
-    if ":" in name:
-      specs[name] = generation.named_tree(name)
-      continue
-    if name not in METHODS:
+    if ":" not in name and name not in METHODS:
       raise InputError(
         f"method {name!r} is unknown: use some of {', '.join(METHODS)}"
       )
-    if name in ("plain", "transformers", "auto"):
-      specs[name] = None  # auto: chosen once the models are loaded
-    else:
-      specs[name] = generation.tree_spec(
-        name, **{n: sizes[n] for n in takes[name]}
-      )
+    treeless = name in ("plain", "transformers", "auto")
+    specs[name] = None if treeless else generation.named_tree(name)
   return specs
 
 
 def run(F: flags.FlagValues) -> None:
-  files = [pathlib.Path(f) for f in F.suite] or [suites.SHIPPED]
-  names = [f.stem for f in files]
-  if len(set(names)) != len(names):
-    raise InputError("two suites have the same file name: rename one")
   for name, least, rule in (
     ("limit", 0, "0 (all) or more"),
     ("turns", 0, "0 (all) or more"),
     ("max_new_tokens", 1, "at least 1"),
-    ("seed", 0, "0 or more"),
   ):
     if F[name].value < least:
       raise InputError(f"{name} {F[name].value} must be {rule}")
-  if F.dtype not in (None, "float32", "bfloat16"):
-    raise InputError(f"dtype {F.dtype!r} must be float32 or bfloat16")
+  check_seed(F.seed)
+  loading.check_dtype(F.dtype)
   loading.check_window(F.drafter_window)
   sampling = Sampling(F.temperature, top_p=F.top_p, draft_noise=F.draft_noise)
-  asked = {
-    n: suites.read(f, F.limit) for n, f in zip(names, files, strict=True)
-  }
-  specs = _specs(F)
-  out = pathlib.Path(F.out)
+  asked = suites.read_all(F.suite, F.limit)
+  specs = _specs(F.methods)
 
   say = lambda line: print(line, file=sys.stderr, flush=True)
   generation.use_compilation_cache()
-  target = loading.load_target(
-    F.target, F.dtype or loading.default_dtype(), say
-  )
   drafter = None
   if set(F.methods) - {"plain", "transformers"}:
-    if F.drafter is None and not loading.is_default(F.target):
-      raise InputError(f"no drafter for target {F.target!r}: give --drafter")
-    drafter = loading.load_drafter(
-      F.drafter or loading.DEFAULT_DRAFTER, target, say, F.drafter_window
+    target, drafter = loading.load_pair(
+      F.target, F.drafter, F.dtype, say, F.drafter_window
     )
+  else:
+    target = loading.load_target(F.target, F.dtype, say)
   if "auto" in specs:
     specs["auto"] = choice.spec(target, drafter, 1, sampling, say, verbose=True)
   generators = {
@@ -185,15 +159,10 @@ def run(F: flags.FlagValues) -> None:
     else generators[name]
     for name in specs
   }
-  try:
-    out.mkdir(parents=True, exist_ok=True)
-  except OSError as e:
-    raise InputError(
-      f"out {F.out!r} cannot be made a folder ({e.strerror})"
-    ) from None
+  out = make_folder(F.out)
   figures = machine.facts() | {
     "target": F.target,
-    "drafter": F.drafter or loading.DEFAULT_DRAFTER,
+    "drafter": (F.drafter or loading.DEFAULT_DRAFTER) if drafter else None,
     "drafter_window": F.drafter_window,
     "dtype": target.config.dtype,
     "seed": F.seed,

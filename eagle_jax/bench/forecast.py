@@ -1,5 +1,7 @@
 """Analyses of many programs: kept, told and tabulated."""
 
+import dataclasses
+import hashlib
 import json
 import pathlib
 
@@ -58,8 +60,23 @@ def analyse(
   return found | {"config": s.name, "topology": topology, "program": program}
 
 
-def key(s: Shapes, program: str, topology: str) -> str:
-  return f"{s.name} | {topology} | {program} | B={s.batch} S={s.capacity}"
+def key(
+  s: Shapes,
+  program: str,
+  topology: str,
+  sizes: tuple[int, ...] | None,
+  full: bool,
+) -> str:
+  """What a kept analysis is of; all that changes a program is in it."""
+  parts = [s.name, topology, program, f"B={s.batch} S={s.capacity}"]
+  if sizes:
+    parts.append(f"mesh {','.join(map(str, sizes))}")
+  if full:
+    parts.append("all layers")
+  if program.startswith("train"):
+    recipe = repr(dataclasses.asdict(s.train)).encode()
+    parts.append(f"recipe {hashlib.sha256(recipe).hexdigest()[:8]}")
+  return " | ".join(parts)
 
 
 class Results:

@@ -152,20 +152,13 @@ class Module:
 
   computations: dict[str, Computation]
   entry: str
-  header: str
-
-  def aliases(self) -> dict[int, int]:
-    """Output number -> the donated parameter whose memory it takes."""
-    block = re.search(r"input_output_alias=\{(.*?)\}, [a-z_]+=", self.header)
-    pairs = re.findall(r"\{(\d*)\}: \((\d+)", block.group(1) if block else "")
-    return {int(out or 0): int(parameter) for out, parameter in pairs}
 
 
 def parse(text: str) -> Module:
   """The text of an optimised module (XLA's HLO format)."""
   computations: dict[str, Computation] = {}
   current: Computation = {}
-  entry, header = "", text.split("\n", 1)[0]
+  entry = ""
   for line in text.splitlines():
     if not line.startswith(" "):
       start = re.match(r"(ENTRY )?(%[\w.-]+) .*\{$", line)
@@ -189,7 +182,7 @@ def parse(text: str) -> Module:
       line[closing:],
       bool(found.group(1)),
     )
-  return Module(computations, entry, header)
+  return Module(computations, entry)
 
 
 AMOUNTS = ("flops", "bytes", "cycles", "small_cycles", "operations")

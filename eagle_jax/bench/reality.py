@@ -74,11 +74,8 @@ def compare(generator: Generator, answer: Answer, chip: Chip) -> dict:
 
 def _run(f) -> None:
   generation.use_compilation_cache()
-  dtype = f.dtype or loading.default_dtype()
-  target = loading.load_target(f.target, dtype, print)
-  name = f.drafter or loading.DEFAULT_DRAFTER
-  drafter = loading.load_drafter(name, target, print)
-  chip = here(dtype, f.size, 5)
+  target, drafter = loading.load_pair(f.target, f.drafter, f.dtype, print)
+  chip = here(target.config.dtype, f.size, 5)
   print(
     f"{chip.kind}: {chip.bandwidth / 1e9:.1f} GB/s of weights,"
     f" {chip.flops / 1e9:.0f} GFLOP/s"

@@ -29,13 +29,13 @@ from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.files import write_whole
+from eagle_jax.files import make_folder, write_whole
 from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
 from eagle_jax.speculation import decoding, engine
 from eagle_jax.speculation import state as states
-from eagle_jax.speculation.requests import Request
+from eagle_jax.speculation.requests import Request, check_seed
 from eagle_jax.speculation.state import DecodeState, Models
 from eagle_jax.speculation.tree import Tree, TreeSpec
 from eagle_jax.training import chats
@@ -397,10 +397,10 @@ def _run(f) -> None:
   specs = {name: generation.named_tree(name) for name in f.trees}
   if not specs:
     raise InputError("--trees is empty: name one, such as dynamic:60:6:10")
+  check_seed(f.seed)
   if f.batch_size < 1 or f.limit < 0 or f.max_new_tokens < 1:
     raise InputError("batch_size, max_new_tokens from 1 and limit from 0")
-  files = [pathlib.Path(s) for s in f.suite] or [suites.SHIPPED]
-  asked = {p.stem: suites.read(p, f.limit) for p in files}
+  asked = suites.read_all(f.suite, f.limit)
   if bool(f.history) != bool(f.contexts):
     raise InputError("--history and --contexts go together: give both")
   contexts = sorted(set(_numbers("contexts", f.contexts, int))) or [None]
@@ -411,7 +411,9 @@ def _run(f) -> None:
     n: Sampling(f.temperature, top_p=f.top_p, draft_noise=n) for n in noises
   }
   generation.use_compilation_cache()
-  target = loading.load_target(f.target, loading.default_dtype(), say)
+  target, drafter = loading.load_pair(
+    f.target, f.drafter, None, say, f.drafter_window
+  )
   most = target.config.max_positions - f.max_new_tokens
   for context in contexts:
     if context is not None and not 1 <= context <= most:
@@ -419,9 +421,7 @@ def _run(f) -> None:
         f"contexts: {context} must be from 1 to {most}, the target's"
         f" {target.config.max_positions} positions less max_new_tokens"
       )
-  drafter = loading.load_drafter(f.drafter, target, say, f.drafter_window)
-  out = pathlib.Path(f.out)
-  out.mkdir(parents=True, exist_ok=True)
+  out = make_folder(f.out)
   figures = {}
   for suite, context in itertools.product(asked, contexts):
     questions, histories = asked[suite], None
@@ -471,6 +471,7 @@ def _run(f) -> None:
   names = ("target", "drafter", "drafter_window", "history", "contexts")
   names += ("temperature", "top_p", "seed", "limit", "max_new_tokens")
   said = {n: f[n].value for n in names}
+  said["drafter"] = f.drafter or loading.DEFAULT_DRAFTER
   facts = machine.facts() | said | {"trees": figures}
   write_whole(out / "replay.json", json.dumps(facts, indent=1) + "\n")
 
@@ -496,6 +497,6 @@ if __name__ == "__main__":
   flags.DEFINE_integer("seed", 0, "Of the sampling noise.")
   flags.DEFINE_integer("batch_size", 30, "Prompts side by side.")
   flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
-  flags.DEFINE_string("drafter", loading.DEFAULT_DRAFTER, "As in decode.py.")
+  flags.DEFINE_string("drafter", None, "As in decode.py.")
   flags.DEFINE_string("out", "replay_out", "Folder of answers and figures.")
   script.run("replay", _run)

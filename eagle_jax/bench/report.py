@@ -21,8 +21,9 @@ from eagle_jax.bench import measure, page, plots, replay, sections, suites
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import INPUTS, Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.files import write_whole
+from eagle_jax.files import make_folder, write_whole
 from eagle_jax.loading import LoadedTarget
+from eagle_jax.speculation.requests import check_seed
 
 TITLE = "EAGLE, measured"
 UNFINISHED = "UNFINISHED: the run is still going, or was stopped"
@@ -35,12 +36,11 @@ def _check(f) -> None:
     ("max_new_tokens", 16),
     ("batch_size", 1),
     ("speed_limit", 1),
-    ("seed", 0),
   ):
     if f[name].value < least:
       raise InputError(f"{name} {f[name].value} must be at least {least}")
-  if f.dtype not in (None, "float32", "bfloat16"):
-    raise InputError(f"dtype {f.dtype!r} must be float32 or bfloat16")
+  check_seed(f.seed)
+  loading.check_dtype(f.dtype)
   try:
     budgets = sorted({int(b) for b in f.budgets})
   except ValueError:
@@ -104,10 +104,7 @@ def run(f: flags.FlagValues) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   plots.check()
   _check(f)
-  files = [pathlib.Path(x) for x in f.suite] or [suites.SHIPPED]
-  if len({p.stem for p in files}) != len(files):
-    raise InputError("two suites have the same file name: rename one")
-  asked = {p.stem: suites.read(p, f.limit) for p in files}
+  asked = suites.read_all(f.suite, f.limit)
   for suite, questions in asked.items():
     if len(questions) < LEAST:
       raise InputError(
@@ -115,21 +112,10 @@ def run(f: flags.FlagValues) -> None:
         " raise --limit or give more"
       )
   generation.use_compilation_cache()
-  target = loading.load_target(
-    f.target, f.dtype or loading.default_dtype(), say
-  )
-  if f.drafter is None and not loading.is_default(f.target):
-    raise InputError(f"no drafter for target {f.target!r}: give --drafter")
+  target, drafter = loading.load_pair(f.target, f.drafter, f.dtype, say)
   name = f.drafter or loading.DEFAULT_DRAFTER
-  drafter = loading.load_drafter(name, target, say)
   ablations = _ablations(f.ablation, target, say)
-  out = pathlib.Path(f.out)
-  try:
-    out.mkdir(parents=True, exist_ok=True)
-  except OSError as e:
-    raise InputError(
-      f"out {f.out!r} cannot be made a folder ({e.strerror})"
-    ) from None
+  out = make_folder(f.out)
   known = {}
   for t in (0.0, *sections.WARM):
     for suite, questions in asked.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from eagle_jax.errors import InputError
 from eagle_jax.training import chats
@@ -16,6 +17,14 @@ class Question:
   number: int
   category: str
   turns: tuple[str, ...]
+
+
+def read_all(files: Sequence[str], limit: int) -> dict[str, list[Question]]:
+  """Suites by file name; none = the shipped prompts."""
+  paths = [pathlib.Path(f) for f in files] or [SHIPPED]
+  if len({p.stem for p in paths}) != len(paths):
+    raise InputError("two suites have the same file name: rename one")
+  return {p.stem: read(p, limit) for p in paths}
 
 
 def read(file: pathlib.Path, limit: int) -> list[Question]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from flax import traverse_util
 
 from eagle_jax.errors import InputError
 
@@ -329,22 +330,10 @@ def load(
 
 
 def nest(flat: dict[str, object]) -> dict:
-  tree: dict = {}
-  for path, leaf in flat.items():
-    node = tree
-    *parents, last = path.split("/")
-    for key in parents:
-      node = node.setdefault(key, {})
-    node[last] = leaf
-  return tree
+  """{"a/b": leaf} as {"a": {"b": leaf}}."""
+  return traverse_util.unflatten_dict(flat, sep="/")
 
 
-def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
-  flat = {}
-  for key, value in tree.items():
-    path = f"{prefix}{key}"
-    if isinstance(value, dict):
-      flat |= flatten(value, path + "/")
-    else:
-      flat[path] = value
-  return flat
+def flatten(tree: dict) -> dict[str, object]:
+  """{"a": {"b": leaf}} as {"a/b": leaf}."""
+  return traverse_util.flatten_dict(tree, sep="/")

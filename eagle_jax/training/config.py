@@ -5,8 +5,8 @@ import difflib
 import json
 import pathlib
 
-from eagle_jax.config import INPUTS, SWITCHES
-from eagle_jax.errors import InputError
+from eagle_jax.config import INPUTS, SWITCHES, check_switches
+from eagle_jax.errors import InputError, differences
 from eagle_jax.training import data, losses
 
 
@@ -149,11 +149,7 @@ def check(c: TrainConfig) -> None:
       raise InputError(
         f"switches: {name!r} is unknown: use some of {', '.join(SWITCHES)}"
       )
-  if c.switches and c.kind != "eagle3":
-    raise InputError(
-      f"switches {', '.join(c.switches)} are variants of kind 'eagle3', not of"
-      f" {c.kind!r}"
-    )
+  check_switches(c.kind, c.switches)
   for name in ("data", "heldout"):
     if not getattr(c, name):
       raise InputError(
@@ -193,9 +189,8 @@ def same_run(c: TrainConfig, file: pathlib.Path) -> None:
     return
   mine = json.loads(json.dumps(dataclasses.asdict(c)))
   theirs = json.loads(file.read_text())
-  other = [n for n in mine if n not in FREE and mine[n] != theirs.get(n)]
-  if other:
-    changes = ", ".join(f"{n} {theirs.get(n)} to {mine[n]}" for n in other)
+  changes = differences(theirs, mine, [n for n in mine if n not in FREE])
+  if changes:
     raise InputError(
       f"{file.parent} holds a run with another config ({changes}): give"
       " another --config.out, or that config"

@@ -167,40 +167,34 @@ def iterator(
   packed: Packed,
   batch_size: int,
   seed: int,
-  process_index: int,
-  process_count: int,
+  share: int,
+  shares: int,
   epochs: int,
 ) -> grain.DatasetIterator:
   """Batches of packed rows in a seeded order, with a position to keep.
 
-  The order of the global batches depends on the seed alone; each process
-  reads its share of every one (2 processes, global batch 4):
+  The order of the global batches depends on the seed alone; each share
+  of every one is read apart (2 shares, global batch 4):
 
     epoch 0   [ 4 6 9 7 ] [ 5 3 1 8 ]   2 0 are left out of this epoch
-    process 0 [ 4 6     ] [ 5 3     ]
-    process 1 [     9 7 ] [     1 8 ]
+    share 0   [ 4 6     ] [ 5 3     ]
+    share 1   [     9 7 ] [     1 8 ]
 
   `get_state()` is a small JSON dict, the same in every process;
   `set_state()` goes on from it.
 
   Args:
-    batch_size: global rows a step, a multiple of process_count.
+    batch_size: global rows a step, a multiple of `shares` and at most the
+      rows there are.
+    share, shares: which of how many parts of a batch to read. Processes that
+      only cut tensors between them read the same one.
 
   Yields:
     tokens int32[b, T], mask bool[b, T], documents and positions int32[b, T],
     and row int32[b], the rows' numbers in `packed`; b is the process's share.
   """
-  if batch_size % process_count:
-    raise InputError(
-      f"batch_size {batch_size} is not a multiple of the {process_count}"
-      " processes that share it"
-    )
-  if len(packed) < batch_size:
-    raise InputError(
-      f"batch_size {batch_size} is more than the {len(packed)} rows of data"
-    )
-  b = batch_size // process_count
-  share = slice(process_index * b, (process_index + 1) * b)
+  b = batch_size // shares
+  mine = slice(share * b, (share + 1) * b)
   batches = (
     grain.MapDataset.range(len(packed))
     .seed(seed)
@@ -208,7 +202,7 @@ def iterator(
     # before repeat: the remainder is dropped, and the order drawn, per epoch
     .batch(batch_size, drop_remainder=True)
     .repeat(epochs)
-    .map(lambda rows: packed.take(rows[share]))
+    .map(lambda rows: packed.take(rows[mine]))
   )
   options = grain.ReadOptions(
     num_threads=READ_THREADS, prefetch_buffer_size=PREFETCH

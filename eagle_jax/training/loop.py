@@ -134,7 +134,8 @@ def read_corpus(
   spared = read(c.heldout)
   held = spared.pack(T, c.pack_window, c.long_chats, 0)
   counts = trained.counts_of(V)
-  vocabulary = data.draft_vocabulary(counts, min(c.draft_vocab_size, V))
+  W = min(c.draft_vocab_size, V)
+  vocabulary = data.draft_vocabulary(counts, W)
   # Packing sorts by length: evaluate on rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
   # A large corpus is not read twice: its first rows hold the longest chats.
@@ -195,9 +196,7 @@ def taps_of(c: TrainConfig, target: TargetConfig) -> tuple[int, ...]:
   return taps
 
 
-def drafter_config(
-  c: TrainConfig, target: TargetConfig, W: int
-) -> DrafterConfig:
+def drafter_config(c: TrainConfig, target: TargetConfig) -> DrafterConfig:
   """A drafter of the target's layer shape, as far as the config says no other.
 
   A drafter has one mlp for all tokens; beside a target of experts it is as
@@ -208,7 +207,7 @@ def drafter_config(
     DrafterConfig,
     kind=c.kind,
     vocab_size=target.vocab_size,
-    draft_vocab_size=W,
+    draft_vocab_size=min(c.draft_vocab_size, target.vocab_size),
     taps=taps_of(c, target) if c.kind == "eagle3" else (),
     hidden_size=target.hidden_size,
     mlp_size=c.mlp_size or wide,
@@ -270,15 +269,15 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
       f"row_length {c.row_length} is more than the target's"
       f" {target.config.max_positions} positions: give shorter rows"
     )
+  config = drafter_config(c, target.config)  # refuses before chats are read
   corpus = read_corpus(c, target, out, say)
   total = len(corpus.packed) // c.batch_size * c.epochs
   if not total:
     raise InputError(
       f"batch_size {c.batch_size} is more than the {len(corpus.packed)} rows of"
-      " data"
+      " data: give more data or a smaller batch_size"
     )
   optimizer = steps.make_optimizer(c, total)
-  config = drafter_config(c, target.config, len(corpus.vocabulary))
   params, vocabulary = start.parameters(
     c.init, c.seed, config, target, corpus.vocabulary, mesh, say
   )
@@ -462,7 +461,7 @@ def train(c: TrainConfig, say=print) -> pathlib.Path:
   out = pathlib.Path(c.out).absolute()
   configs.same_run(c, out / "config.json")
   run, state = build(c, say)
-  decoder = make_decoder(run, state)  # refuses before anything is written
+  decoder = make_decoder(run, state)  # refuses before the run's folder is made
   index, count = run.share
   rows = data.iterator(
     run.corpus.packed, c.batch_size, c.seed, index, count, c.epochs

@@ -5,7 +5,6 @@ close to what the target's last layer does; starting from a copy of it is
 worth several points of acceptance on little data.
 """
 
-import dataclasses
 import re
 
 import jax
@@ -18,7 +17,7 @@ from eagle_jax import loading, sharding
 from eagle_jax.checkpoints import tensors
 from eagle_jax.checkpoints.drafters import target_rows
 from eagle_jax.config import DrafterConfig, TargetConfig
-from eagle_jax.errors import InputError
+from eagle_jax.errors import InputError, differences
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
@@ -107,15 +106,11 @@ def from_last_layer(
     size: `residual_size`; only kind "eagle" needs it.
   """
   same = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_size")
-  other = [
-    f"{f} {getattr(config, f)}, not {getattr(target, f)}"
-    for f in same
-    if getattr(config, f) != getattr(target, f)
-  ]
+  other = differences(vars(target), vars(config), same)
   if other:
     raise InputError(
-      "init 'last_layer' needs a drafter of the target's layer shape, this has"
-      f" {'; '.join(other)}: use init 'random'"
+      "init 'last_layer' needs a drafter of the target's layer shape"
+      f" ({other}): use init 'random'"
     )
   D = config.hidden_size
   last = target_params[f"layers_{target.num_layers - 1}"]
@@ -196,17 +191,12 @@ def from_drafter(
   own = not bool(jnp.array_equal(params["lm_head"]["kernel"], rows["kernel"]))
   free = {"dtype", "max_positions", "draft_noise"}
   free |= set() if own else {"draft_vocab_size"}
-  other = [
-    f"{f.name} {getattr(earlier.config, f.name)} there,"
-    f" {getattr(config, f.name)} here"
-    for f in dataclasses.fields(config)
-    if f.name not in free
-    and getattr(earlier.config, f.name) != getattr(config, f.name)
-  ]
+  fixed = [n for n in vars(config) if n not in free]
+  other = differences(vars(earlier.config), vars(config), fixed)
   if other:
     raise InputError(
-      f"init {name!r} is a drafter of another shape: {'; '.join(other)}; give"
-      " the config its kind, taps, switches and mlp_size"
+      f"init {name!r} is a drafter of another shape ({other}): give the config"
+      " its kind, taps, switches and mlp_size"
     )
   if own:
     return params, earlier.vocabulary
