@@ -11,7 +11,7 @@ import tiny
 from eagle_jax.models import kv_cache, masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.training import chats, data, features, losses
+from eagle_jax.training import chats, data, losses
 
 
 def documents(sizes, seed=0):
@@ -59,7 +59,7 @@ def batch_of(target, drafter, packed, rows=slice(None)):
     getattr(packed, n)[rows]
     for n in ("tokens", "mask", "documents", "positions")
   ]
-  fused, final = features.target_features(
+  fused, final = losses.target_features(
     network, target.params, parts[0], parts[2], parts[3]
   )
   return losses.Batch(*map(jnp.asarray, parts), fused, final)

@@ -295,7 +295,7 @@ def test_claims_are_told_plainly():
   rows = lambda n: [
     measure.Row([0] * (n + 2), [n], 1.0, None, q, 1.0, 5) for q in range(4)
   ]
-  from eagle_jax.bench.sections import _ordered
+  from eagle_jax.bench.study import ordered
 
-  assert _ordered(rows(2), rows(1), "x", "y").holds is True
-  assert _ordered(rows(1), rows(2), "x", "y").holds is False
+  assert ordered(rows(2), rows(1), "x", "y").holds is True
+  assert ordered(rows(1), rows(2), "x", "y").holds is False

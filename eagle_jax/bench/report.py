@@ -17,7 +17,15 @@ from collections.abc import Sequence
 from absl import flags
 
 from eagle_jax import generation, loading, machine, script
-from eagle_jax.bench import measure, page, plots, replay, sections, suites
+from eagle_jax.bench import (
+  measure,
+  page,
+  plots,
+  replay,
+  sections,
+  study,
+  suites,
+)
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import INPUTS, Sampling
 from eagle_jax.errors import InputError
@@ -129,7 +137,7 @@ def run(f: flags.FlagValues) -> None:
         f.batch_size,
         out,
       )
-  study = sections.Study(
+  read = study.Study(
     target,
     drafter,
     ablations,
@@ -159,7 +167,7 @@ def run(f: flags.FlagValues) -> None:
     " stands alone, without a correction for their number",
   ]
   data, parts = {}, []
-  made = sections.build(study, f.trees, f.speed_limit, data, say)
+  made = sections.build(read, f.trees, f.speed_limit, data, say)
   for new in made:  # a long run that dies leaves what it has
     parts += new
     _write(out, facts | head, data, [*lines, UNFINISHED], parts)

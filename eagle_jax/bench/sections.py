@@ -9,84 +9,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from eagle_jax import choice, costs, drawing, generation, text
-from eagle_jax.bench import evidence, measure, plots, replay
+from eagle_jax import generation
+from eagle_jax.bench import evidence, measure, plots, speed
 from eagle_jax.bench.measure import Row
 from eagle_jax.bench.page import Claim, Section
 from eagle_jax.bench.replay import Known
-from eagle_jax.bench.suites import Question
-from eagle_jax.checkpoints.drafters import LoadedDrafter
-from eagle_jax.config import INPUTS, Sampling
-from eagle_jax.generation import Generator
-from eagle_jax.loading import LoadedTarget
+from eagle_jax.bench.study import Study, ordered, sign, span
+from eagle_jax.config import INPUTS
 from eagle_jax.training import acceptance, calibrate
 
 WARM = (0.7, 1.0)  # temperatures at which shared noise is measured
-
-
-@dataclasses.dataclass
-class Study:
-  """What all sections read.
-
-  asked: suite -> questions. known: (suite, temperature) -> plain answers.
-  """
-
-  target: LoadedTarget
-  drafter: LoadedDrafter
-  ablations: dict[str, LoadedDrafter]
-  asked: dict[str, list[Question]]
-  known: dict[tuple[str, float], Known]
-  budgets: Sequence[int]
-  batch_size: int
-  seed: int
-  max_new_tokens: int
-
-  @property
-  def prompts(self) -> int:
-    return sum(map(len, self.asked.values()))
-
-  def all_known(self, temperature: float) -> Known:
-    parts = [self.known[s, temperature] for s in self.asked]
-    return Known(
-      [r for p in parts for r in p.requests],
-      [a for p in parts for a in p.answers],
-    )
-
-  def dynamic(self, nodes: int, drafter: LoadedDrafter) -> str:
-    """EAGLE-2's shape, cut where the budget or the vocabulary is small."""
-    branch = min(10, drafter.config.draft_vocab_size)
-    levels = min(6, nodes - 1)
-    return acceptance.dynamic_name(nodes, levels, branch)
-
-  def replayed(
-    self, drafter: LoadedDrafter, known: Known, names: Sequence[str]
-  ) -> dict[str, list[Row]]:
-    specs = {n: generation.named_tree(n) for n in names}
-    return replay.replay(self.target, drafter, known, specs, self.batch_size)
-
-
-def _sign(entry: dict) -> bool | None:
-  """Is the figure above 0? None where its interval holds both signs."""
-  return True if entry["low"] >= 0 else False if entry["high"] < 0 else None
-
-
-def _ordered(
-  better: Sequence[Row], worse: Sequence[Row], text: str, names: str
-) -> Claim:
-  """A claim that one tau is at least another, by the paired interval."""
-  value, low, high = measure.tau_difference(worse, better)
-  holds = _sign({"low": low, "high": high})
-  return Claim(
-    text, holds, f"{names}: {value:+.3f} tau, 95% {low:+.3f} to {high:+.3f}"
-  )
-
-
-def _span(entry: dict, name: str = "value", digits: int = 2) -> str:
-  f = f".{digits}f"
-  return f"{entry[name]:{f}} ({entry['low']:{f}}–{entry['high']:{f}})"
-
-
-# Sections --------------------------------------------------------------------
 
 
 def _entropy(s: Study, reads, data: dict) -> Section:
@@ -96,7 +28,7 @@ def _entropy(s: Study, reads, data: dict) -> Section:
       n,
       c["prompts"],
       c["bits"]["n"],
-      _span(c["bits"]),
+      span(c["bits"]),
       f"{c['choices_of_mean']:.2f}",
       f"{c['mean_choices']:.2f}",
       f"{c['above_1_bit']:.0%}",
@@ -114,7 +46,7 @@ def _entropy(s: Study, reads, data: dict) -> Section:
       Claim(
         "The next token is a draw, not a certainty.",
         bits["low"] > 0.1,
-        f"mean {_span(bits)} bits; {e['above_1_bit']:.0%} of positions have"
+        f"mean {span(bits)} bits; {e['above_1_bit']:.0%} of positions have"
         " more than one bit",
       )
     ],
@@ -159,10 +91,10 @@ def _features(s: Study, reads, data: dict) -> Section:
     [
       Claim(
         "Features run smoother along a sequence than token embeddings.",
-        _sign(smooth["difference"]),
+        sign(smooth["difference"]),
         "cosine of neighbours less that of positions apart: features"
         f" {gap['feature']:+.3f}, embeddings {gap['embedding']:+.3f},"
-        f" difference {_span(smooth['difference'], digits=3)}",
+        f" difference {span(smooth['difference'], digits=3)}",
       ),
       Claim(
         "The drawn token explains more of the next feature than the feature"
@@ -172,8 +104,8 @@ def _features(s: Study, reads, data: dict) -> Section:
         else False
         if right["high"] < max(alone["low"], wrong["low"])
         else None,
-        f"R² {_span(right, 'r2')} against {_span(alone, 'r2')} and"
-        f" {_span(wrong, 'r2')}",
+        f"R² {span(right, 'r2')} against {span(alone, 'r2')} and"
+        f" {span(wrong, 'r2')}",
       ),
     ],
     [plots.smoothness(smooth, r2, names)],
@@ -181,13 +113,13 @@ def _features(s: Study, reads, data: dict) -> Section:
       (
         ("along answers", "cosine of neighbours (95%)", "apart (95%)"),
         [
-          (n, _span(smooth[n]["neighbours"]), _span(smooth[n]["apart"]))
+          (n, span(smooth[n]["neighbours"]), span(smooth[n]["apart"]))
           for n in gap
         ],
       ),
       (
         ("reads", "held-out R² (95%)"),
-        [(names[n], _span(v, "r2", 3)) for n, v in r2.items()],
+        [(names[n], span(v, "r2", 3)) for n, v in r2.items()],
       ),
     ],
     f"n = {one['rows']} positions of {one['prompts']} answers for R²,"
@@ -196,124 +128,39 @@ def _features(s: Study, reads, data: dict) -> Section:
   )
 
 
+def _middle(s: Study) -> int:
+  """EAGLE-1's 26 nodes, or the budget in the middle."""
+  return 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
+
+
 def _trees(s: Study, data: dict) -> tuple[Section, Section]:
   """Sections c and e: one replay serves both."""
-  known = s.all_known(0.0)
-  kinds = {"dynamic": {}, "uniform, branch 2": {}, "uniform, branch 3": {}}
-  for M in s.budgets:
-    kinds["dynamic"][M] = s.dynamic(M, s.drafter)
-    kinds["uniform, branch 2"][M] = f"uniform:{M}::2"
-    kinds["uniform, branch 3"][M] = f"uniform:{M}::3"
-  kinds["static (EAGLE-1)"] = {26: "static"}
-  kinds["chain of 5"] = {6: "chain::5"}
-  rows = s.replayed(
-    s.drafter, known, sorted({n for k in kinds.values() for n in k.values()})
-  )
-  data["trees"] = {
-    kind: [
-      {"tree": n} | evidence.tree_figures(rows[n], generation.named_tree(n))
-      for n in names.values()
-    ]
-    for kind, names in kinds.items()
+  kinds: dict[str, dict[int, str]] = {
+    "dynamic": {M: s.dynamic(M, s.drafter) for M in s.budgets},
+    "uniform, branch 2": {M: f"uniform:{M}::2" for M in s.budgets},
+    "uniform, branch 3": {M: f"uniform:{M}::3" for M in s.budgets},
+    "static (EAGLE-1)": {26: "static"},
+    "chain of 5": {6: "chain::5"},
   }
-  seen = acceptance.of_answers(
-    s.target,
-    s.drafter,
-    [r.prompt_ids for r in known.requests],
-    known.answers,
-  )
-  data["acceptance_by_rank"] = by_rank = seen.by_rank().tolist()
-  data["estimated_tau"] = estimated = (
-    acceptance.tokens_a_pass(seen) if len(seen.rank) else {}
-  )
-  claims = []
-  for M in s.budgets:
-    uniform = max(
-      (kinds["uniform, branch 2"][M], kinds["uniform, branch 3"][M]),
-      key=lambda n: measure.tau(rows[n]),
-    )
-    dynamic = kinds["dynamic"][M]
-    if M == 26:
-      claims += [
-        _ordered(
-          rows[dynamic],
-          rows["static"],
-          "Dynamic ≥ static at 26 nodes.",
-          f"{dynamic} less static",
-        ),
-        _ordered(
-          rows["static"],
-          rows[uniform],
-          "Static ≥ uniform at 26 nodes.",
-          f"static less {uniform}",
-        ),
-      ]
-    claims.append(
-      _ordered(
-        rows[dynamic],
-        rows[uniform],
-        f"Dynamic ≥ uniform at {M} nodes.",
-        f"{dynamic} less {uniform}",
-      )
-    )
-  every = [
-    (
-      kind,
-      e["tree"],
-      e["nodes"],
-      _span(e, "tau"),
-      f"{estimated[e['tree']]:.2f}" if e["tree"] in estimated else "",
-      f"{e['mean_accepted']:.2f}",
-      e["deepest_accepted"],
-    )
-    for kind, entries in data["trees"].items()
-    for e in entries
-  ]
-  cycles = data["trees"]["chain of 5"][0]["cycles"]
-  budget = Section(
-    "trees",
-    "e. A tree spends a node budget",
-    "A uniform tree spends its nodes blindly, EAGLE-1's static tree by"
-    " experience, a dynamic tree (EAGLE-2) where the drafter is confident."
-    " Trees are replayed along known answers; uniform counts with the better"
-    " of two branch widths.",
-    claims,
-    [plots.trees(data["trees"])],
-    [
-      (
-        (
-          *("kind", "tree", "M", "tau (95%)", "estimated"),
-          *("mean accepted", "deepest"),
-        ),
-        every,
-      ),
-      (
-        ("level", *(f"child {r + 1}" for r in range(len(by_rank[0])))),
-        [
-          (level + 1, *(f"{share:.3f}" for share in shares))
-          for level, shares in enumerate(by_rank)
-        ],
-      ),
-    ],
-    f"n = {s.prompts} answers at temperature 0; {cycles} passes of the chain."
-    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect,"
-    f" from the children of {len(seen.rank)} contexts; below, how often the"
-    " target's token was each of them, on the true path.",
-  )
-  middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
-  shown = ["chain::5", "static", f"uniform:{middle}::3"]
-  shown.append(kinds["dynamic"][middle])
+  names = sorted({n for k in kinds.values() for n in k.values()})
+  rows = s.replayed(s.drafter, s.all_known(0.0), names)
+  figures = {
+    n: evidence.tree_figures(rows[n], generation.named_tree(n)) for n in names
+  }
+  return _accept_chain(s, figures, data), _budget(s, kinds, rows, figures, data)
+
+
+def _accept_chain(s: Study, figures: dict[str, dict], data: dict) -> Section:
+  M = _middle(s)
+  shown = ("chain::5", "static", f"uniform:{M}::3", s.dynamic(M, s.drafter))
   data["accept_chain"] = chains = {
-    n: evidence.accept_chain(
-      evidence.tree_figures(rows[n], generation.named_tree(n))
-    )
-    for n in shown
+    n: evidence.accept_chain(figures[n]) for n in shown
   }
   off = {n: max(c["gap"], key=abs, default=0.0) for n, c in chains.items()}
   far = max(off, key=lambda n: abs(off[n]))
   step = chains[far]["gap"].index(off[far]) + 1 if chains[far]["gap"] else 0
   one = chains["chain::5"]
-  chain = Section(
+  return Section(
     "accept_chain",
     "c. Tokens a pass follow the accept chain",
     "If every step were accepted with the same chance p, tokens a pass would be"
@@ -346,15 +193,103 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     f"n = {s.prompts} answers at temperature 0; chain of 5: tau"
     f" {one['tau']:.2f}. Late steps are reached rarely.",
   )
-  return chain, budget
+
+
+def _budget_claims(
+  s: Study, kinds: dict[str, dict[int, str]], rows: dict[str, list[Row]]
+) -> list[Claim]:
+  claims = []
+  for M in s.budgets:
+    uniform = max(
+      (kinds["uniform, branch 2"][M], kinds["uniform, branch 3"][M]),
+      key=lambda n: measure.tau(rows[n]),
+    )
+    dynamic = kinds["dynamic"][M]
+    claim = lambda better, worse, text: ordered(
+      rows[better], rows[worse], text, f"{better} less {worse}"
+    )
+    if M == 26:
+      claims += [
+        claim(dynamic, "static", "Dynamic ≥ static at 26 nodes."),
+        claim("static", uniform, "Static ≥ uniform at 26 nodes."),
+      ]
+    claims.append(claim(dynamic, uniform, f"Dynamic ≥ uniform at {M} nodes."))
+  return claims
+
+
+def _budget(
+  s: Study,
+  kinds: dict[str, dict[int, str]],
+  rows: dict[str, list[Row]],
+  figures: dict[str, dict],
+  data: dict,
+) -> Section:
+  known = s.all_known(0.0)
+  data["trees"] = {
+    kind: [{"tree": n} | figures[n] for n in names.values()]
+    for kind, names in kinds.items()
+  }
+  seen = acceptance.of_answers(
+    s.target,
+    s.drafter,
+    [r.prompt_ids for r in known.requests],
+    known.answers,
+  )
+  data["acceptance_by_rank"] = by_rank = seen.by_rank().tolist()
+  data["estimated_tau"] = estimated = (
+    acceptance.tokens_a_pass(seen) if len(seen.rank) else {}
+  )
+  every = [
+    (
+      kind,
+      e["tree"],
+      e["nodes"],
+      span(e, "tau"),
+      f"{estimated[e['tree']]:.2f}" if e["tree"] in estimated else "",
+      f"{e['mean_accepted']:.2f}",
+      e["deepest_accepted"],
+    )
+    for kind, entries in data["trees"].items()
+    for e in entries
+  ]
+  return Section(
+    "trees",
+    "e. A tree spends a node budget",
+    "A uniform tree spends its nodes blindly, EAGLE-1's static tree by"
+    " experience, a dynamic tree (EAGLE-2) where the drafter is confident."
+    " Trees are replayed along known answers; uniform counts with the better"
+    " of two branch widths.",
+    _budget_claims(s, kinds, rows),
+    [plots.trees(data["trees"])],
+    [
+      (
+        (
+          *("kind", "tree", "M", "tau (95%)", "estimated"),
+          *("mean accepted", "deepest"),
+        ),
+        every,
+      ),
+      (
+        ("level", *(f"child {r + 1}" for r in range(len(by_rank[0])))),
+        [
+          (level + 1, *(f"{share:.3f}" for share in shares))
+          for level, shares in enumerate(by_rank)
+        ],
+      ),
+    ],
+    f"n = {s.prompts} answers at temperature 0;"
+    f" {figures['chain::5']['cycles']} passes of the chain."
+    " Trees are kind:M:L:branch. Estimated: what --tree auto would expect,"
+    f" from the children of {len(seen.rank)} contexts; below, how often the"
+    " target's token was each of them, on the true path.",
+  )
 
 
 def _inputs(s: Study, data: dict) -> Section:
   known = s.all_known(0.0)
   rows, labels = {}, {}
-  middle = 26 if 26 in s.budgets else s.budgets[len(s.budgets) // 2]
   for label, drafter in s.ablations.items():
-    tree = s.dynamic(middle, drafter)
+    tree = s.dynamic(_middle(s), drafter)
     found = s.replayed(drafter, known, ["chain::5", tree])
     rows[label] = {"chain::5": found["chain::5"], "tree": found[tree]}
     labels["tree"] = tree
@@ -392,7 +327,7 @@ def _inputs(s: Study, data: dict) -> Section:
       continue
     for key in ("chain::5", "tree"):
       section.claims.append(
-        _ordered(
+        ordered(
           rows[right][key],
           rows[by_input[other]][key],
           f"Feature and token beat {evidence.INPUT_NAMES.get(other, other)}"
@@ -409,7 +344,7 @@ def _inputs(s: Study, data: dict) -> Section:
         (
           label,
           tree,
-          _span(f, "tau", 3),
+          span(f, "tau", 3),
           " ".join(f"{a:.2f}" for a in f["accept_by_depth"]),
         )
         for label, by in data["inputs"].items()
@@ -418,6 +353,48 @@ def _inputs(s: Study, data: dict) -> Section:
     )
   ]
   return section
+
+
+def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
+  """tau of whole trees with this shared noise and without, suite by suite."""
+  trees = [
+    "chain::5",
+    s.dynamic(26 if 26 in s.budgets else max(s.budgets), s.drafter),
+  ]
+  gains: dict[str, dict] = {}
+  claims = []
+  for t in WARM if strength else ():
+    for suite in s.asked:
+      taus = {}
+      for noise in (0.0, strength):
+        known = s.known[suite, t]
+        requests = [
+          dataclasses.replace(
+            r, sampling=dataclasses.replace(r.sampling, draft_noise=noise)
+          )
+          for r in known.requests
+        ]
+        taus[noise] = s.replayed(
+          s.drafter, Known(requests, known.answers), trees
+        )
+      for tree in trees:
+        off, on = taus[0.0][tree], taus[strength][tree]
+        value, low, high = measure.tau_difference(off, on)
+        name = f"{suite}, T {t:g}, {tree}"
+        gains[name] = {
+          "value": value,
+          "low": low,
+          "high": high,
+          "without": measure.tau(off),
+          "with": measure.tau(on),
+          "prompts": len(on),
+        }
+        claims.append(
+          ordered(
+            on, off, f"Shared noise raises tau: {name}.", "with less without"
+          )
+        )
+  return gains, claims
 
 
 def _confidence(s: Study, data: dict) -> Section:
@@ -453,45 +430,8 @@ def _confidence(s: Study, data: dict) -> Section:
     "curves": curves,
     "strengths_at_1": {f"{n:g}": c for n, c in found.items()},
   }
-  # tau of whole trees, with and without the noise, suite by suite
-  trees = [
-    "chain::5",
-    s.dynamic(26 if 26 in s.budgets else max(s.budgets), s.drafter),
-  ]
-  gains: dict[str, dict] = {}
-  claims = []
-  for t in WARM if shown else ():
-    for suite in s.asked:
-      taus = {}
-      for noise in (0.0, shown):
-        known = s.known[suite, t]
-        requests = [
-          dataclasses.replace(
-            r, sampling=dataclasses.replace(r.sampling, draft_noise=noise)
-          )
-          for r in known.requests
-        ]
-        taus[noise] = s.replayed(
-          s.drafter, Known(requests, known.answers), trees
-        )
-      for tree in trees:
-        off, on = taus[0.0][tree], taus[shown][tree]
-        value, low, high = measure.tau_difference(off, on)
-        name = f"{suite}, T {t:g}, {tree}"
-        gains[name] = {
-          "value": value,
-          "low": low,
-          "high": high,
-          "without": measure.tau(off),
-          "with": measure.tau(on),
-          "prompts": len(on),
-        }
-        claims.append(
-          _ordered(
-            on, off, f"Shared noise raises tau: {name}.", "with less without"
-          )
-        )
-  data["noise"] = gains
+  data["noise"], claims = _gains(s, shown)
+  gains = data["noise"]
   cold_gap = curves["temperature 0"]["gap"]
   return Section(
     "calibration",
@@ -520,8 +460,8 @@ def _confidence(s: Study, data: dict) -> Section:
         [
           (
             f"{n:g}" + (" (the drafter's)" if n == strength else ""),
-            _span(c["first_child_accepted"], digits=3),
-            _span(c["any_child_accepted"], digits=3),
+            span(c["first_child_accepted"], digits=3),
+            span(c["any_child_accepted"], digits=3),
             f"{c['gap']:.3f}",
           )
           for n, c in found.items()
@@ -530,7 +470,7 @@ def _confidence(s: Study, data: dict) -> Section:
       (
         ("suite, temperature, tree", "tau without", "tau with", "gain (95%)"),
         [
-          (n, f"{g['without']:.3f}", f"{g['with']:.3f}", _span(g, digits=3))
+          (n, f"{g['without']:.3f}", f"{g['with']:.3f}", span(g, digits=3))
           for n, g in gains.items()
         ],
       ),
@@ -539,186 +479,6 @@ def _confidence(s: Study, data: dict) -> Section:
     f" at temperature 0; temperatures {WARM} with seed {s.seed}; strength"
     f" {shown:g}, {origin}.",
   )
-
-
-def _speed(s: Study, names: Sequence[str], limit: int, data: dict, say):
-  """Section g, and the drawn tree of the longest accepted path."""
-  made = choice.choose(s.target, s.drafter, 1, Sampling(), say)
-  specs = {n: generation.named_tree(n) for n in names}
-  if made:
-    specs[f"auto ({made.tree})"] = generation.named_tree(made.tree)
-  say("timing verify and draft passes")
-  W = s.drafter.config.draft_vocab_size
-  timed = costs.measure(
-    s.target,
-    s.drafter,
-    1,
-    choice.NODES,
-    sorted({1, min(10, W)}),
-    float("inf"),
-    0.0,
-    0.0,
-  )
-  methods = {"plain": Generator(s.target, None, "plain")}
-  for name, spec in specs.items():
-    methods[name] = Generator(s.target, s.drafter, "eagle", spec)
-  first = methods["plain"]
-  rows = {n: [] for n in methods}
-  for suite, questions in s.asked.items():
-    few = questions[:limit]
-    longest = max(few, key=lambda q: len(q.turns[0]))
-    for method in methods.values():  # compile, touch all weights
-      method.generate([longest.turns[0]], max_new_tokens=s.max_new_tokens)
-    found, _ = measure.run(
-      methods,
-      first,
-      few,
-      Sampling(),
-      s.max_new_tokens,
-      s.seed,
-      1,
-      lambda name, i, suite=suite: None,
-    )
-    base = max((r.question for r in rows["plain"]), default=-1) + 1
-    for n, mine in found.items():
-      rows[n] += [
-        dataclasses.replace(r, question=r.question + base) for r in mine
-      ]
-  figures = measure.summary(rows)
-  for name, f in figures.items():
-    cycle = sum(r.decode_seconds for r in rows[name]) / f["cycles"]
-    f["cycle_ms"] = cycle * 1e3
-    spec = specs.get(name)
-    if spec and spec.num_nodes <= max(timed.verify):
-      draft = timed.drafting(spec)
-      verify = timed.verifying(spec.num_nodes, f["tau"])
-      f["shares"] = {
-        "draft": draft / cycle,
-        "verify": verify / cycle,
-        "rest": 1 - (draft + verify) / cycle,
-      }
-  data["speed"] = {"methods": figures, "prompts": len(rows["plain"])}
-  as_text = lambda table: {str(k): v for k, v in table.items()}
-  plain_keys = lambda c: {
-    k: as_text(v) if isinstance(v, dict) else v
-    for k, v in dataclasses.asdict(c).items()
-  }
-  data["costs"] = plain_keys(timed)
-  claims = []
-  diverged = sum(f["diverged"] for f in figures.values())
-  claims.append(
-    Claim(
-      "Every method gives plain decoding's tokens.",
-      diverged == 0,
-      f"{diverged} answers differ beyond rounding ties",
-    )
-  )
-  if made:
-    auto = figures[f"auto ({made.tree})"]
-    data["auto"] = dataclasses.asdict(made) | {
-      "costs": plain_keys(made.costs),
-      "measured_tokens_per_s": auto["tokens_per_s"],
-      "measured_tau": auto["tau"],
-    }
-    best = max(
-      (n for n in specs if not n.startswith("auto")),
-      key=lambda n: figures[n]["tokens_per_s"],
-      default=None,
-    )
-    if best:
-      value, low, high = measure.ratio(rows[best], rows[f"auto ({made.tree})"])
-      claims.append(
-        Claim(
-          "--tree auto is within 5% of the best fixed tree measured here.",
-          True if low >= 0.95 else False if high < 0.95 else None,
-          f"{value:.2f} of {best}, 95% {low:.2f} to {high:.2f}",
-        )
-      )
-  else:
-    data["auto"] = None
-  share = lambda f, p: f"{f['shares'][p]:.0%}" if "shares" in f else ""
-  table = [
-    (
-      n,
-      "" if f["tau"] is None else f"{f['tau']:.2f}",
-      f"{f['tokens_per_s']:.1f}",
-      f"{f['ratio_to_plain']:.2f} ({f['ratio_low']:.2f}–{f['ratio_high']:.2f})",
-      f"{f['cycle_ms']:.1f}",
-      *tuple(share(f, p) for p in ("draft", "verify", "rest")),
-    )
-    for n, f in figures.items()
-  ]
-  tables = [
-    (
-      (
-        "method",
-        "tau",
-        "tokens/s",
-        "ratio to plain (95%)",
-        "cycle, ms",
-        "draft",
-        "verify",
-        "rest",
-      ),
-      table,
-    ),
-    (
-      ("M", "verify(M), ms", "in plain passes"),
-      [
-        (M, f"{t * 1e3:.2f}", f"{t / timed.verify[1]:.2f}")
-        for M, t in timed.verify.items()
-      ],
-    ),
-  ]
-  if made:
-    auto = data["auto"]
-    tables.append(
-      (
-        ("--tree auto", "expected", "measured"),
-        [
-          ("tau", f"{made.tau:.2f}", f"{auto['measured_tau']:.2f}"),
-          (
-            "tokens/s",
-            f"{made.tokens_per_s:.1f} (prefill left out)",
-            f"{auto['measured_tokens_per_s']:.1f} (prefill counted)",
-          ),
-        ],
-      )
-    )
-  return Section(
-    "speed",
-    "g. Tokens a second, and where the time goes",
-    "Methods answer the same prompts in turn. verify(M) is one target pass over"
-    " M nodes; drafting and verifying are timed alone, the rest is what a cycle"
-    " takes beyond them.",
-    claims,
-    [plots.speed(figures, data["costs"])],
-    tables,
-    f"n = {len(rows['plain'])} prompts, first turns, temperature 0, at most"
-    f" {s.max_new_tokens} new tokens. A rest below 0: the parts took longer"
-    " alone than inside a cycle; the shares are too large by as much.",
-    _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
-  )
-
-
-def _drawn(s: Study, generator: Generator) -> str:
-  """The draft tree with the longest accepted path of one answer."""
-  question = next(iter(s.asked.values()))[0]
-  seen = []
-  request = replay.first_turn(
-    s.target, question, Sampling(), min(s.max_new_tokens, 64), s.seed
-  )
-  generator.run(
-    [request],
-    [""],
-    watch_trees=lambda tree, out: seen.append(drawing.of_cycle(tree, out)),
-  )
-  if not seen:
-    return ""
-  best = max(seen, key=lambda d: len(d.given))
-  nodes = generator.models.spec.num_nodes
-  head = f"A draft tree of {nodes} nodes; * marks the accepted path"
-  return f"{head}\n\n{drawing.tree(best, text.piece(s.target.tokenizer))}"
 
 
 def build(
@@ -740,4 +500,4 @@ def build(
   yield [chain, _inputs(s, data), budget]
   say("calibration and shared noise")
   yield [_confidence(s, data)]
-  yield [_speed(s, trees, limit, data, say)]
+  yield [speed.section(s, trees, limit, data, say)]

@@ -20,7 +20,7 @@ from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation import engine, sampling
 from eagle_jax.speculation.tree import EAGLE1_PATHS
-from eagle_jax.training import features, losses
+from eagle_jax.training import losses
 
 LEVELS, BRANCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 26, 32, 40, 48, 60)
@@ -94,7 +94,7 @@ def observe(
   def look(
     target_params, params, vocabulary, seed, tokens, mask, documents, where
   ):
-    fused, final = features.target_features(
+    fused, final = losses.target_features(
       network, target_params, tokens, documents, where
     )
     batch = losses.Batch(tokens, mask, documents, where, fused, final)

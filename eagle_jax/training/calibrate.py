@@ -32,7 +32,7 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation.sampling import gumbel, row_seed
-from eagle_jax.training import batches, dataset, features, losses
+from eagle_jax.training import batches, dataset, losses
 
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WIDTHS = (1, 4, 10)
@@ -61,7 +61,7 @@ def curve(
 
   @jax.jit
   def hits(target_params, params, tokens, mask, documents, positions, key):
-    fused, final = features.target_features(
+    fused, final = losses.target_features(
       network, target_params, tokens, documents, positions
     )
     batch = losses.Batch(tokens, mask, documents, positions, fused, final)

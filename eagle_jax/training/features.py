@@ -1,4 +1,4 @@
-"""The frozen target's features of training rows: computed, or kept on disk."""
+"""The frozen target's features of training rows, kept on disk."""
 
 import hashlib
 import json
@@ -10,17 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.errors import InputError
-from eagle_jax.models import masks
 from eagle_jax.models.target import Target
 from eagle_jax.training.data import Packed
-
-
-def target_features(target: Target, params: dict, tokens, documents, positions):
-  """(taps or feature [B, T, ·], final feature [B, T, D]) of packed rows."""
-  attend = masks.Attend(own=masks.Causal(documents))
-  out, _ = target.apply({"params": params}, tokens, positions, attend, None)
-  fused = out.taps if target.taps else out.feature
-  return jax.lax.stop_gradient((fused, out.feature))
+from eagle_jax.training.losses import target_features
 
 
 class Cache:

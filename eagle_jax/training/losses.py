@@ -27,6 +27,7 @@ from jax import Array
 from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.layers import precision
+from eagle_jax.models.target import Target
 
 
 @struct.dataclass
@@ -120,6 +121,21 @@ def draw_anchors(batch: Batch, R: int, key: Array) -> Array:
   """int32[B, R]: R rows of each sequence, counted ones first, by chance."""
   chance = jax.random.uniform(key, batch.tokens.shape)
   return jax.lax.top_k(chance + counted(batch, 0), R)[1]
+
+
+def target_features(
+  target: Target,
+  params: dict,
+  tokens: Array,
+  documents: Array,
+  positions: Array,
+) -> tuple[Array, Array]:
+  """(taps or feature [B, T, ·], final feature [B, T, D]) of packed rows, by the
+  frozen target."""
+  attend = masks.Attend(own=masks.Causal(documents))
+  out, _ = target.apply({"params": params}, tokens, positions, attend, None)
+  fused = out.taps if target.taps else out.feature
+  return jax.lax.stop_gradient((fused, out.feature))
 
 
 def at(x: Array, anchors: Array | None, ahead: int) -> Array:

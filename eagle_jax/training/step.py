@@ -22,7 +22,7 @@ from eagle_jax.config import LayerConfig
 from eagle_jax.errors import InputError
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
-from eagle_jax.training import features, losses
+from eagle_jax.training import losses
 from eagle_jax.training.config import TrainConfig, recipe
 from eagle_jax.training.losses import Batch
 
@@ -122,7 +122,7 @@ def with_features(n: Networks, target_params: dict, batch: Batch) -> Batch:
   """The batch with the target's features, where they are not kept ones."""
   if batch.features is not None:
     return batch
-  fused, final = features.target_features(
+  fused, final = losses.target_features(
     n.target, target_params, batch.tokens, batch.documents, batch.positions
   )
   return batch.replace(features=fused, final=final)

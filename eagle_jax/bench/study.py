@@ -1,0 +1,81 @@
+"""What all sections of the report read, and their common words."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from eagle_jax import generation
+from eagle_jax.bench import measure, replay
+from eagle_jax.bench.measure import Row
+from eagle_jax.bench.page import Claim
+from eagle_jax.bench.replay import Known
+from eagle_jax.bench.suites import Question
+from eagle_jax.checkpoints.drafters import LoadedDrafter
+from eagle_jax.loading import LoadedTarget
+from eagle_jax.training import acceptance
+
+
+@dataclasses.dataclass
+class Study:
+  """What all sections read.
+
+  asked: suite -> questions. known: (suite, temperature) -> plain answers.
+  """
+
+  target: LoadedTarget
+  drafter: LoadedDrafter
+  ablations: dict[str, LoadedDrafter]
+  asked: dict[str, list[Question]]
+  known: dict[tuple[str, float], Known]
+  budgets: Sequence[int]
+  batch_size: int
+  seed: int
+  max_new_tokens: int
+
+  @property
+  def prompts(self) -> int:
+    return sum(map(len, self.asked.values()))
+
+  def all_known(self, temperature: float) -> Known:
+    parts = [self.known[s, temperature] for s in self.asked]
+    return Known(
+      [r for p in parts for r in p.requests],
+      [a for p in parts for a in p.answers],
+    )
+
+  def dynamic(self, nodes: int, drafter: LoadedDrafter) -> str:
+    """EAGLE-2's shape, cut where the budget or the vocabulary is small."""
+    branch = min(10, drafter.config.draft_vocab_size)
+    levels = min(6, nodes - 1)
+    return acceptance.dynamic_name(nodes, levels, branch)
+
+  def replayed(
+    self, drafter: LoadedDrafter, known: Known, names: Sequence[str]
+  ) -> dict[str, list[Row]]:
+    specs = {n: generation.named_tree(n) for n in names}
+    return replay.replay(self.target, drafter, known, specs, self.batch_size)
+
+
+def sign(entry: dict) -> bool | None:
+  """Is the figure above 0? None where its interval holds both signs."""
+  return True if entry["low"] >= 0 else False if entry["high"] < 0 else None
+
+
+def ordered(
+  better: Sequence[Row], worse: Sequence[Row], text: str, names: str
+) -> Claim:
+  """A claim that one tau is at least another, by the paired interval.
+
+  Args:
+    text: the claim. names: what is subtracted from what.
+  """
+  value, low, high = measure.tau_difference(worse, better)
+  holds = sign({"low": low, "high": high})
+  return Claim(
+    text, holds, f"{names}: {value:+.3f} tau, 95% {low:+.3f} to {high:+.3f}"
+  )
+
+
+def span(entry: dict, name: str = "value", digits: int = 2) -> str:
+  """A figure with its interval, to read."""
+  f = f".{digits}f"
+  return f"{entry[name]:{f}} ({entry['low']:{f}}–{entry['high']:{f}})"
