@@ -39,6 +39,19 @@ def tokenizer(folder):
   return loading.load_tokenizer(folder)
 
 
+def test_the_tokenizer_is_what_transformers_finds(folder, tokenizer):
+  from transformers import AutoTokenizer
+
+  found = AutoTokenizer.from_pretrained(folder)
+  assert type(tokenizer) is type(found)
+  assert (
+    tokenizer.backend_tokenizer.to_str() == found.backend_tokenizer.to_str()
+  )
+  assert tokenizer.chat_template == found.chat_template
+  assert tokenizer.special_tokens_map == found.special_tokens_map
+  assert [tokenizer(t) for t in TEXTS] == [found(t) for t in TEXTS]
+
+
 def test_logits_match_transformers(folder):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
