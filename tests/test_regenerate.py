@@ -181,7 +181,7 @@ def test_another_run_is_refused(engine, target, data, tmp_path):
   out = tmp_path / "out.jsonl"
   run(engine, target, data, out)
   other = dataclasses.replace(OPTIONS, seed=8)
-  with refused("seed 7 to 8", "another --out"):
+  with refused("seed 7 there, 8 here", "another --out"):
     run(engine, target, data, out, other)
   mine = tmp_path / "mine.jsonl"
   mine.write_text('{"line": 1}\n')

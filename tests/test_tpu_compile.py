@@ -15,7 +15,8 @@ import tiny_run
 
 from eagle_jax import sharding
 from eagle_jax.bench import lowering, shapes
-from eagle_jax.bench.lowering import Draft, Shapes, drafter_config
+from eagle_jax.bench.lowering import Draft, Shapes
+from eagle_jax.checkpoints.drafter_configs import for_target
 from eagle_jax.config import TargetConfig
 from eagle_jax.speculation import tree
 
@@ -45,7 +46,7 @@ def tiny() -> Shapes:
     max_positions=256,
     dtype="bfloat16",
   )
-  drafter = drafter_config(target, "eagle", target.vocab_size)
+  drafter = for_target(target, "eagle", target.vocab_size)
   draft = Draft(drafter, tree.dynamic(8, 2, 4), 2.0, "nowhere")
   return Shapes("tiny", target, {"eagle2": draft}, 1, 256, None)
 
@@ -114,7 +115,8 @@ def test_a_verify_pass_reads_what_a_plain_pass_reads(made):
 def test_bytes_and_products_counted_by_hand(made, program):
   """One target layer and its head; of the drafter, fc, layer and head in each
   of two runs; the products of as many rows as the runs have."""
-  layer = 512 * (4 + 2 + 2) * 128 + 512 * 512 + 3 * 512 * 1024
+  answer = 512 * 512 + 3 * 512 * 1024  # of a layer to its queries: o, mlp
+  layer = 512 * (4 + 2 + 2) * 128 + answer
   head = 512 * 1024
   target, drafter = layer + head, 2 * 512 * 512 + layer + head
   caches = 2 * 2 * 256 * 128
@@ -124,13 +126,15 @@ def test_bytes_and_products_counted_by_hand(made, program):
   assert sum(one["bound_bytes"].values()) == pytest.approx(bound, 1e-3)
   # Models this small may stay on chip from pass to pass.
   assert 0.3 * bound <= one["hbm_bytes"] <= 1.05 * bound
-  # 8 nodes; 4 rows grow a level, 3 are re-read (one of them for its head);
-  # a product with all slots of the cache for each query head, twice
+  # 8 nodes; 4 rows grow a level, 3 are re-read (only the last one is asked for
+  # its output and its head); a product with all slots of the cache for each
+  # query head, twice
   seen = lambda rows: 2 * rows * 4 * 128 * 256
   products = target + seen(1)
   if drafts:
     products = 8 * target + seen(8)
-    products += 4 * drafter + seen(4) + 3 * (drafter - head) + head + seen(3)
+    products += 4 * drafter + seen(4)
+    products += 3 * (drafter - answer - head) + answer + head + seen(1)
   assert one["flops"] == pytest.approx(2 * products, rel=0.02)
 
 

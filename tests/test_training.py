@@ -90,7 +90,7 @@ def test_a_variant_of_another_width_is_trained_and_read_back(base):
 def test_a_drafter_of_experts_is_as_wide_as_a_token_meets(base):
   c = tiny_run.config(base, "none")
   target = tiny.target(num_experts=4, experts_per_token=2).config
-  assert loop.drafter_config(c, target, 40).mlp_size == 2 * target.mlp_size
+  assert loop.drafter_config(c, target).mlp_size == 2 * target.mlp_size
 
 
 def test_the_folder_explains_the_run(run):
@@ -176,8 +176,8 @@ def test_kept_features_are_the_targets(base, run):
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"epochs": 3}, ["another config", "epochs 2 to 3"]),
-    ({"schedule": "linear"}, ["schedule cosine to linear"]),
+    ({"epochs": 3}, ["another config", "epochs 2 there, 3 here"]),
+    ({"schedule": "linear"}, ["schedule cosine there, linear here"]),
   ],
 )
 def test_another_recipe_does_not_resume(base, run, change, words):

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from eagle_jax import loading, sharding
 from eagle_jax.bench import hlo, roofline
 from eagle_jax.bench.roofline import CHIPS, Chip
+from eagle_jax.checkpoints import drafters, hf_target, tensors
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
-from eagle_jax.models import masks
 from eagle_jax.models.drafter import Drafter
 from eagle_jax.models.target import Target
 from eagle_jax.speculation import decoding, engine, tree
@@ -67,22 +67,6 @@ class Shapes:
   train: TrainConfig | None
 
 
-def drafter_config(target: TargetConfig, kind: str, W: int) -> DrafterConfig:
-  """A drafter of the target's layer shape, in the official layouts."""
-  shared = {
-    f.name: getattr(target, f.name)
-    for f in dataclasses.fields(DrafterConfig)
-    if hasattr(target, f.name) and f.name not in ("qk_norm", "rope_scaling")
-  }
-  n = target.num_layers
-  return DrafterConfig(
-    **shared,
-    kind=kind,
-    draft_vocab_size=W,
-    taps=(2, n // 2, n - 3) if kind == "eagle3" else (),
-  )
-
-
 def with_layers(
   s: Shapes, draft: Draft | None, layers: int
 ) -> tuple[Shapes, Draft | None]:
@@ -123,35 +107,19 @@ def described(topology: str):
     ) from e
 
 
-def _params(init, *args) -> dict:
-  return jax.eval_shape(init, jax.random.key(0), *args)["params"]
-
-
 def target_params(target: TargetConfig) -> dict:
   """Shapes of a target's weights, in the target's dtype."""
-  module = Target(target)
-  itself = masks.Attend(own=masks.Itself())
-  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  found = _params(lambda k, i: module.init(k, i, i, itself, None), ids)
-  return _as(found, target.dtype)
+  return _weights(hf_target.parameter_shapes(target), target.dtype)
 
 
 def drafter_params(config: DrafterConfig, dtype: str) -> dict:
   """Shapes of a drafter's weights, the target's tables included."""
-  module = Drafter(config)
-  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  width = config.hidden_size * max(len(config.taps), 1)
-  feature = jax.ShapeDtypeStruct((1, 1, width), config.dtype)
-  found = _params(
-    lambda k, i, f: module.init(k, i, f, i, method="everything"), ids, feature
-  )
-  return _as(found, dtype)
+  return _weights(drafters.parameter_shapes(config), dtype)
 
 
-def _as(params: dict, dtype: str) -> dict:
-  return jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype)), params
-  )
+def _weights(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict:
+  make = lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+  return tensors.nest({path: make(shape) for path, shape in shapes.items()})
 
 
 def models(s: Shapes, draft: Draft | None, mesh: Mesh) -> Models:
@@ -442,7 +410,9 @@ def lower_train(s: Shapes, kind: str, mesh: Mesh):
   D, W = config.hidden_size, config.draft_vocab_size
   frozen = train_step.Frozen(
     target=target_params(s.target),
-    drafter=_as(frozen_part, s.target.dtype),
+    drafter=jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape, s.target.dtype), frozen_part
+    ),
     head=vector((D, W), s.target.dtype),
     vocabulary=vector((W,), jnp.int32),
   )

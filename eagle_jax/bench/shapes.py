@@ -5,7 +5,8 @@ Each drafter stands with the tree and the tau of its own publication
 beside another head or tree than it was measured with.
 """
 
-from eagle_jax.bench.lowering import Draft, Shapes, drafter_config
+from eagle_jax.bench.lowering import Draft, Shapes
+from eagle_jax.checkpoints.drafter_configs import for_target
 from eagle_jax.config import RopeScaling, TargetConfig
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import tree
@@ -45,8 +46,8 @@ def llama31_8b() -> Shapes:
   """EAGLE-2: EAGLE-1's head over the full vocabulary, M=60, L=6. EAGLE-3: a
   head of 32,000 rows; the paper keeps M and raises L to 8."""
   target = _llama(num_layers=32, hidden_size=4096, mlp_size=14336, num_heads=32)
-  full = drafter_config(target, "eagle", target.vocab_size)
-  reduced = drafter_config(target, "eagle3", 32000)
+  full = for_target(target, "eagle", target.vocab_size)
+  reduced = for_target(target, "eagle3", 32000)
   return _shapes(
     "Llama-3.1-8B",
     target,
@@ -59,7 +60,7 @@ def llama31_8b() -> Shapes:
 
 def llama33_70b() -> Shapes:
   target = _llama(num_layers=80, hidden_size=8192, mlp_size=28672, num_heads=64)
-  reduced = drafter_config(target, "eagle3", 32000)
+  reduced = for_target(target, "eagle3", 32000)
   return _shapes(
     "Llama-3.3-70B",
     target,
@@ -85,7 +86,7 @@ def qwen3_8b() -> Shapes:
     qk_norm=True,
     dtype="bfloat16",
   )
-  reduced = drafter_config(target, "eagle3", 32000)
+  reduced = for_target(target, "eagle3", 32000)
   return _shapes(
     "Qwen3-8B",
     target,

@@ -42,7 +42,6 @@ def lacks(stored: StoredDrafter, num_layers: int, to: str) -> list[str]:
   eagle = config.kind == "eagle"
   cut = config.draft_vocab_size != config.vocab_size
   square = config.num_heads * config.head_size == config.hidden_size
-  n = num_layers
   everywhere = {
     "q/k norms": config.qk_norm,
     "a sliding window": bool(config.sliding_window),
@@ -57,7 +56,8 @@ def lacks(stored: StoredDrafter, num_layers: int, to: str) -> list[str]:
     "original": bias3
     | {n: getattr(config, n) for n in SWITCHES}
     | {
-      f"taps {config.taps}": not eagle and config.taps != (2, n // 2, n - 3),
+      f"taps {config.taps}": not eagle
+      and config.taps != (2, num_layers // 2, num_layers - 3),
       "rotary scaling": config.rope_scaling is not None,
       f"head_dim {config.head_size} in an EAGLE-1 drafter": eagle
       and not square,

@@ -38,6 +38,51 @@ def official_taps(num_layers: int) -> tuple[int, int, int]:
   return (2, num_layers // 2, num_layers - 3)
 
 
+def for_target(
+  target: TargetConfig,
+  kind: str,
+  draft_vocab_size: int,
+  taps: tuple[int, ...] = (),
+  mlp_size: int = 0,
+  **fields,
+) -> DrafterConfig:
+  """A drafter of the target's layer shape.
+
+  A drafter has one mlp for all tokens; beside a target of experts it is as
+  wide as those that a token goes through. The official layouts have biases,
+  but no q/k norm and no rotary scaling.
+
+  Args:
+    taps: of kind "eagle3"; none = the official ones.
+    mlp_size: 0 = the target's.
+    fields: of DrafterConfig, over those of the target.
+
+  Raises:
+    ValueError: what fits neither each other nor the target.
+  """
+  if max(taps, default=0) > target.num_layers:
+    raise InputError(
+      f"taps {taps} reach past the target's {target.num_layers} layers"
+    )
+  if kind != "eagle3":
+    taps = ()
+  elif not taps:
+    taps = official_taps(target.num_layers)
+  same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_size")
+  same += ("norm_eps", "rope_theta", "max_positions", "qkv_bias", "dtype")
+  wide = target.mlp_size * max(target.experts_per_token, 1)
+  return DrafterConfig(
+    **{n: getattr(target, n) for n in same}
+    | {
+      "kind": kind,
+      "draft_vocab_size": draft_vocab_size,
+      "taps": taps,
+      "mlp_size": mlp_size or wide,
+    }
+    | fields
+  )
+
+
 def _speculators(raw: dict, where: str) -> dict:
   """The fields of a speculators config, flat."""
   kind = raw["speculators_model_type"]

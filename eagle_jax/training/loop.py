@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from eagle_jax import loading, sharding
 from eagle_jax.checkpoints import drafters
+from eagle_jax.checkpoints.drafter_configs import for_target, official_taps
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import DrafterConfig, TargetConfig
 from eagle_jax.errors import InputError
@@ -184,47 +185,18 @@ def _describe(corpus: TrainingData, say) -> None:
   )
 
 
-def taps_of(c: TrainConfig, target: TargetConfig) -> tuple[int, ...]:
-  """The layers whose inputs are read, or kept on disk for both kinds."""
-  taps = tuple(c.taps)
-  if not taps and (c.kind == "eagle3" or c.features == "cached"):
-    taps = drafters.official_taps(target.num_layers)
-  if max(taps, default=0) > target.num_layers:
-    raise InputError(
-      f"taps {taps} reach past the target's {target.num_layers} layers"
-    )
-  return taps
-
-
 def drafter_config(c: TrainConfig, target: TargetConfig) -> DrafterConfig:
-  """A drafter of the target's layer shape, as far as the config says no other.
-
-  A drafter has one mlp for all tokens; beside a target of experts it is as
-  wide as those that a token goes through.
-  """
-  wide = target.mlp_size * max(target.experts_per_token, 1)
-  make = functools.partial(
-    DrafterConfig,
-    kind=c.kind,
-    vocab_size=target.vocab_size,
-    draft_vocab_size=min(c.draft_vocab_size, target.vocab_size),
-    taps=taps_of(c, target) if c.kind == "eagle3" else (),
-    hidden_size=target.hidden_size,
-    mlp_size=c.mlp_size or wide,
-    num_heads=target.num_heads,
-    num_kv_heads=target.num_kv_heads,
-    head_size=target.head_size,
-    norm_eps=target.norm_eps,
-    rope_theta=target.rope_theta,
-    max_positions=target.max_positions,
-    # the official layout has biases, but no q/k norm and no rope scaling
-    qkv_bias=target.qkv_bias,
-    dtype=c.dtype,
-    inputs=c.inputs,
-    **dict.fromkeys(c.switches, True),
-  )
+  """The drafter that the config describes, of the target's layer shape."""
   try:
-    return make()
+    return for_target(
+      target,
+      c.kind,
+      min(c.draft_vocab_size, target.vocab_size),
+      tuple(c.taps),
+      c.mlp_size,
+      inputs=c.inputs,
+      **dict.fromkeys(c.switches, True),
+    )
   except ValueError as e:
     raise InputError(f"the config describes no drafter: {e}") from None
 
@@ -238,9 +210,10 @@ def _kept_features(
 ) -> Kept | None:
   if c.features == "online":
     return None
+  taps = tuple(c.taps) or official_taps(target.config.num_layers)
   kept = features.Cache(
     out.parent / "features",
-    Target(target.config, taps_of(c, target.config)),
+    Target(target.config, taps),
     target.params,
     target.fingerprint(),
     c.kind,
