@@ -83,6 +83,10 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert html.count("<svg") == html.count("</svg>") >= 7
   assert not re.search(r'(src|href)="http', html)  # self-contained
   markdown = (out / "report.md").read_text()
+  linked = re.findall(r"\]\((plots/\w+\.svg)\)", markdown)
+  assert len(linked) == html.count("<figure>") == 8
+  for file in linked:
+    assert (out / file).read_text().startswith("<svg")
   for claim in data["claims"]:
     assert claim["claim"] in markdown
   # the numbers of the tables are those of the JSON
@@ -289,7 +293,7 @@ def test_claims_are_told_plainly():
   html = page.as_html("T", ["f"], [section])
   assert "a &lt; b one" in html
   assert html.count("does NOT hold") == 2  # on top, and in its section
-  markdown = page.as_markdown("T", ["f"], [section])
+  markdown = page.as_markdown("T", ["f"], [section], "plots")
   assert "- **does NOT hold**: a < b two detail" in markdown
   assert "| \\| |" in markdown
   rows = lambda n: [

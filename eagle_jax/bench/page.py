@@ -122,17 +122,29 @@ def as_html(
   return "\n".join([*parts, "</body></html>\n"])
 
 
+def plot_files(sections: Sequence[Section]) -> dict[str, str]:
+  """SVG texts by the file names that the Markdown file links to."""
+  return {
+    f"{s.name}{f'_{i}' if i else ''}.svg": plot
+    for s in sections
+    for i, plot in enumerate(s.plots)
+  }
+
+
 def as_markdown(
-  title: str, facts: Sequence[str], sections: Sequence[Section]
+  title: str, facts: Sequence[str], sections: Sequence[Section], plots: str
 ) -> str:
-  """The same without the plots: their numbers stand in the tables."""
+  """The same, with links to `plot_files` in the folder `plots`."""
   tell = lambda c: f"- **{c.verdict()}**: {c.text} {c.detail}"
   lines = [f"# {title}", "", *(f"{f}  " for f in facts), ""]
   lines += ["## The argument, link by link", ""]
   lines += [tell(c) for s in sections for c in s.claims]
   cell = lambda c: str(c).replace("|", "\\|")
   for s in sections:
-    lines += ["", f"## {s.title}", "", s.why, "", s.caption]
+    lines += ["", f"## {s.title}", "", s.why, ""]
+    for file in plot_files([s]):
+      lines += [f"![{s.title}]({plots}/{file})", ""]
+    lines.append(s.caption)
     for header, rows in s.tables:
       lines += ["", "| " + " | ".join(map(cell, header)) + " |"]
       lines += ["|---" + "|---:" * (len(header) - 1) + "|"]

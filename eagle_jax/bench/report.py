@@ -1,8 +1,9 @@
 """python -m eagle_jax.bench.report --suite FILE --out DIR
 
 Every link of the argument for EAGLE, measured on a target and a drafter of
-your own: one self-contained report.html, the same as report.md, and the
-numbers behind every plot in report.json. Needs the report extra (matplotlib).
+your own: one self-contained report.html, the same as report.md with its plots
+beside it, and the numbers behind every plot in report.json. Needs the report
+extra (matplotlib).
 
 With --ablation (drafters trained by configs/ablation_*.py) it compares what a
 drafter reads. Answers are decoded once and kept in --out.
@@ -35,6 +36,7 @@ from eagle_jax.speculation.requests import check_seed
 
 TITLE = "EAGLE, measured"
 UNFINISHED = "UNFINISHED: the run is still going, or was stopped"
+PLOTS = "plots"  # folder of the Markdown file's
 LEAST = 3  # prompts, for a bootstrap and for held-out folds
 
 
@@ -93,7 +95,7 @@ def _write(
   lines: Sequence[str],
   parts: Sequence[page.Section],
 ) -> None:
-  """The three files, each replaced as a whole."""
+  """The three files and the plots, each replaced as a whole."""
   claims = [
     {"section": x.name, "claim": c.text, "holds": c.holds, "detail": c.detail}
     for x in parts
@@ -102,10 +104,13 @@ def _write(
   whole = _finite(head | {"claims": claims} | data)
   for file, content in {
     "report.html": page.as_html(TITLE, lines, parts),
-    "report.md": page.as_markdown(TITLE, lines, parts),
+    "report.md": page.as_markdown(TITLE, lines, parts, PLOTS),
     "report.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
   }.items():
     write_whole(out / file, content)
+  make_folder(str(out / PLOTS))
+  for file, content in page.plot_files(parts).items():
+    write_whole(out / PLOTS / file, content)
 
 
 def run(f: flags.FlagValues) -> None:
@@ -172,7 +177,7 @@ def run(f: flags.FlagValues) -> None:
     parts += new
     _write(out, facts | head, data, [*lines, UNFINISHED], parts)
   _write(out, facts | head, data, lines, parts)
-  print(f"written: {out / 'report.html'}, report.md and report.json beside it")
+  print(f"written: {out / 'report.html'}; report.md and report.json beside it")
 
 
 F = flags.FLAGS
