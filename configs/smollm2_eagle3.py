@@ -2,7 +2,8 @@
 
   python train.py --config configs/smollm2_eagle3.py \\
       --config.data="('train-000.jsonl',)" --config.max_chats=1100 \\
-      --config.heldout="('heldout.jsonl',)" --config.out=runs/smollm2_eagle3
+      --config.heldout="('heldout.jsonl',)" --config.long_chats=cut \\
+      --config.out=runs/smollm2_eagle3
 
 Hardware: 2 CPU cores. Data: 1,100 chats that the target answered itself (682
 rows of 512 tokens, 243k of them supervised). Expect an hour on an idle
