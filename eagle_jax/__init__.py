@@ -6,7 +6,7 @@ Shape letters, everywhere in this package:
   T query length       N query heads              W draft vocabulary
   S cache slots        K kv heads, G = N / K      L tree levels
   M tree nodes         H head size                U unrolled training steps
-  R some of the rows   F mlp width                E experts
+  Q wanted rows        F mlp width                E experts
 
     import eagle_jax
     model = eagle_jax.load()

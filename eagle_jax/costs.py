@@ -209,7 +209,9 @@ class Clock:
     times = []
     for levels in DRAFTED:
       pool = branch * (1 + (levels - 1) * branch)
-      spec = tree.dynamic(min(pool + 1, 16), levels, branch)
+      # so many nodes that each level expands `branch` of its own
+      nodes = min(pool + 1, branch + levels)
+      spec = tree.dynamic(nodes, levels, branch)
       m = loading.models(self.target, self.drafter, spec)
       times.append(self._time(decoding.grow, m, self._state(m)))
     a, b = DRAFTED

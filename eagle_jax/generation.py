@@ -85,6 +85,13 @@ def named_tree(name: str) -> TreeSpec:
     raise InputError(f"tree {name!r}: {e}") from None
 
 
+def check_method(method: str) -> None:
+  if method not in METHODS:
+    raise InputError(
+      f"method {method!r} is unknown: use one of {', '.join(METHODS)}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
   """One decoded row: the request, its text and its figures."""
@@ -120,10 +127,7 @@ class Generator:
     ignore_eos: bool = False,
     mesh: Mesh | None = None,
   ):
-    if method not in METHODS:
-      raise InputError(
-        f"method {method!r} is unknown: use one of {', '.join(METHODS)}"
-      )
+    check_method(method)
     plain = method == "plain"
     if not plain and drafter is None:
       raise InputError("method 'eagle' needs a drafter: give one")

@@ -107,16 +107,28 @@ def shipped() -> list[str]:
   return sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))
 
 
+def _plain_tokenizer(folder: pathlib.Path) -> bool:
+  """Is it a Llama's tokenizer.json as it stands? Transformers has exceptions
+  for other models, and folders may bring classes of their own."""
+  files = [folder / n for n in ("tokenizer_config.json", "config.json")]
+  if not all(f.exists() for f in (*files, folder / "tokenizer.json")):
+    return False
+  tokenizer, model = map(hf_target.read_json, files)
+  return (
+    tokenizer.get("tokenizer_class") == "PreTrainedTokenizerFast"
+    and "auto_map" not in tokenizer
+    and model.get("model_type") == "llama"
+  )
+
+
 def load_tokenizer(folder: pathlib.Path):
   """The folder's tokenizer, or None where it has none."""
   names = ("tokenizer.json", "tokenizer.model", "vocab.json")
   if not any((folder / n).exists() for n in names):
     return None
-  config = folder / "tokenizer_config.json"
-  named = config.exists() and hf_target.read_json(config).get("tokenizer_class")
-  if named == "PreTrainedTokenizerFast" and (folder / names[0]).exists():
-    # what AutoTokenizer would find, without importing every model: 1.4 seconds
-    # of a start instead of 5.0
+  if _plain_tokenizer(folder):
+    # as AutoTokenizer would, without importing every model: 1.4 seconds of a
+    # start instead of 5.0
     from transformers import PreTrainedTokenizerFast as Tokenizer
   else:
     from transformers import AutoTokenizer as Tokenizer
@@ -234,7 +246,10 @@ def load_pair(
 ) -> tuple[LoadedTarget, LoadedDrafter]:
   """A target and its drafter; None = the built-in target's own one."""
   if drafter is None and not is_default(target):
-    raise InputError(f"no drafter for target {target!r}: give one (--drafter)")
+    raise InputError(
+      f"no drafter for target {target!r}: give one (--drafter), or decode"
+      " plainly (--method plain)"
+    )
   loaded = load_target(target, dtype, say, mesh)
   name = drafter or DEFAULT_DRAFTER
   return loaded, load_drafter(name, loaded, say, window)

@@ -7,6 +7,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from absl.flags import ListParser
+
 from eagle_jax import generation, loading, prompts
 from eagle_jax.errors import InputError
 from eagle_jax.speculation import requests
@@ -93,6 +95,9 @@ def _fitting(flags, name: str, value):
   if value is None and flag.default is None:
     return None
   try:
+    if isinstance(flag.parser, ListParser):  # "1,1,0", or a sequence
+      items = value if isinstance(value, str) else list(value)
+      return [str(item) for item in flag.parser.parse(items)]
     if not isinstance(flag.default, list):
       return flag.parser.parse(value)
     if not isinstance(value, list | tuple):
@@ -135,11 +140,7 @@ def check(o: DecodeOptions) -> None:
   for name in ("num_samples", "max_new_tokens", "batch_size"):
     if getattr(o, name) < 1:
       raise InputError(f"{name} {getattr(o, name)} must be at least 1")
-  if o.method not in generation.METHODS:
-    raise InputError(
-      f"method {o.method!r} is unknown: use one of"
-      f" {', '.join(generation.METHODS)}"
-    )
+  generation.check_method(o.method)
   if o.tree not in ("auto", *generation.TREES):
     raise InputError(
       f"tree {o.tree!r} is unknown: use one of auto,"

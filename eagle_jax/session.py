@@ -42,11 +42,14 @@ def load(
     mesh: data, fsdp and tensor devices to decode over; None = one device.
     say: gets lines of progress.
   """
-  over = None if mesh is None else sharding.make_mesh(mesh)
+  over = None if mesh is None else sharding.decode_mesh(mesh, batch_size)
+  generation.check_method(method)
+  if method == "plain" and spec is not None:
+    raise InputError(f"spec {spec!r}: method 'plain' has no tree, leave it out")
+  if spec == "auto" and over is not None:
+    raise InputError("spec 'auto' times passes on one device: name a tree")
   if isinstance(spec, str) and spec != "auto":
     spec = generation.named_tree(spec)
-  if spec == "auto" and (over is not None or method == "plain"):
-    raise InputError("spec 'auto' times eagle on one device: name a tree")
   generation.use_compilation_cache()
   if method == "plain":
     loaded, found = loading.load_target(target, dtype, say, over), None
@@ -77,7 +80,8 @@ class Session:
     self.spec = None if self.auto else generation.tree_spec(kind, *sizes)
     self.mesh = None
     if o.mesh is not None:
-      self.mesh = sharding.make_mesh(sharding.mesh_sizes(o.mesh))
+      sizes = sharding.mesh_sizes(o.mesh)
+      self.mesh = sharding.decode_mesh(sizes, o.batch_size)
     generation.use_compilation_cache()
     self.drafter = None
     if o.method == "eagle":

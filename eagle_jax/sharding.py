@@ -131,6 +131,28 @@ def make_mesh(sizes: Sequence[int], devices=None) -> Mesh:
   )
 
 
+def decode_mesh(sizes: Sequence[int], batch_size: int) -> Mesh:
+  """A mesh of this process's devices to decode over.
+
+  Raises:
+    InputError: sizes that do not fit the devices or the batch, or fsdp
+      devices, which would hold whole copies for nothing.
+  """
+  mesh = make_mesh(sizes)
+  data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
+  if fsdp > 1:
+    raise InputError(
+      f"mesh {tuple(sizes)} has {fsdp} fsdp devices, which only training uses:"
+      " make them tensor or data ones"
+    )
+  if batch_size % data:
+    raise InputError(
+      f"batch_size {batch_size} does not divide over the mesh's data axis of"
+      f" {data}: give a multiple, or data 1"
+    )
+  return mesh
+
+
 def ways(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
   """Into how many parts these mesh axes cut a dimension."""
   total = 1

@@ -110,8 +110,13 @@ def test_decode_py_over_a_mesh(tmp_path, capfd):
 
   assert rows(mesh=["2", "1", "0"]) == rows(tree="dynamic")
   assert "tree auto: a mesh is not timed" in capfd.readouterr().err
-  with pytest.raises(InputError, match="mesh 'a,1,1' must be numbers"):
-    rows(mesh=["a", "1", "1"])
+  for mesh, word in (
+    ("a,1,1", "mesh 'a,1,1' must be numbers"),
+    ("1,8,1", "8 fsdp devices, which only training uses"),
+    ("8,1,1", "batch_size 2 does not divide"),
+  ):
+    with pytest.raises(InputError, match=word):
+      rows(mesh=mesh.split(","))
 
 
 def test_a_batch_must_divide_over_the_data_axis():

@@ -162,12 +162,3 @@ def test_the_position_is_kept(ten_rows):
     other.set_state(state)
     rest = np.stack([b["row"] for b in other])
     assert (rest == want[at:]).all()
-
-
-@pytest.mark.parametrize(
-  ("batch", "processes", "word"),
-  [(3, 2, "not a multiple of the 2"), (11, 1, "more than the 10 rows")],
-)
-def test_batches_that_do_not_fit(ten_rows, batch, processes, word):
-  with refused(word):
-    data.iterator(ten_rows, batch, 0, 0, processes, 1)

@@ -117,7 +117,9 @@ def test_load_takes_trees_by_name_and_meshes(models):
   assert named.models.spec == tree.dynamic(5, 2, 2)
   with pytest.raises(InputError, match="tree 'oak:3': tree 'oak' is unknown"):
     session.load(*pair, spec="oak:3", **quiet)
-  with pytest.raises(InputError, match="spec 'auto' times eagle on one device"):
+  with pytest.raises(InputError, match="method 'plain' has no tree"):
+    session.load(models.target, method="plain", spec="auto", **quiet)
+  with pytest.raises(InputError, match="spec 'auto' times passes on one"):
     session.load(*pair, spec="auto", mesh=(1, 1, 1), **quiet)
   with pytest.raises(InputError, match=r"mesh .* does not fit 1 devices"):
     session.load(*pair, mesh=(2, 1, 1), **quiet)

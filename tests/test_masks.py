@@ -94,3 +94,26 @@ def test_window_counts_positions_in_the_prefix():
   np.testing.assert_array_equal(
     got[0], drawn(". . . 1 1 1 . .", ". . . . 1 1 . .")
   )
+
+
+def test_some_rows_as_queries_see_what_they_saw():
+  """Against the whole mask, row by row."""
+  positions = jnp.asarray([[0, 1, 2, 3], [5, 6, 7, 8]])
+  documents = jnp.asarray([[1, 1, 2, 2], [1, 1, 1, 1]])
+  wanted = jnp.asarray([[3, 1], [0, 2]])
+  for own in (masks.Causal(), masks.Causal(documents)):
+    for window in (None, 2):
+      attend = masks.Attend(own=own, window=window)
+      whole = masks.block_mask(own, positions, window)
+      whole = np.broadcast_to(whole, (2, 4, 4))
+      some = masks.for_queries(attend, positions, wanted)
+      got = masks.block_mask(some.own, positions, window)
+      for b in range(2):
+        for i, row in enumerate(wanted[b]):
+          assert got[b, i].tolist() == whole[b, row].tolist()
+  for other in (
+    masks.Attend(own=masks.Itself()),
+    masks.Attend(own=masks.Causal(), earlier=masks.Causal()),
+  ):
+    with pytest.raises(ValueError, match="own rows, no others"):
+      masks.for_queries(other, positions, wanted)

@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 
 from eagle_jax import sharding
-from eagle_jax.bench import lowering, shapes
+from eagle_jax.bench import forecast, lowering, shapes
 from eagle_jax.bench.lowering import Draft, Shapes
 from eagle_jax.checkpoints.drafter_configs import for_target
 from eagle_jax.config import TargetConfig
@@ -149,6 +149,28 @@ def test_tells_and_tabulates(made):
   began = (pathlib.Path(call[-1]) / "predicted.json").stat().st_mtime_ns
   assert run(*call).stdout == told
   assert (pathlib.Path(call[-1]) / "predicted.json").stat().st_mtime_ns == began
+
+
+def test_kept_analyses_are_told_apart_by_all_that_made_them(monkeypatch):
+  s = tiny()
+  other = tree.dynamic(8, 3, 4)
+  draft = dataclasses.replace(s.drafts["eagle2"], spec=other)
+
+  def key(s=s, topology="v5e:1x1", program="plain", mesh=None, full=False):
+    return forecast.key(s, program, topology, mesh, full)
+
+  keys = [
+    key(),
+    key(topology="v6e:1x1"),
+    key(program="decode eagle2"),
+    key(mesh=(1, 1, 1)),
+    key(full=True),
+    key(dataclasses.replace(s, batch=2)),
+    key(dataclasses.replace(s, drafts={"eagle2": draft})),
+  ]
+  monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
+  assert len({*keys, key()}) == len(keys) + 1
+  assert key(program="decode eagle2").replace("decode eagle2", "plain") == key()
 
 
 def test_a_tau_stands_with_its_own_head_and_tree():

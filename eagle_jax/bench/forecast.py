@@ -1,7 +1,7 @@
 """Analyses of many programs: kept, told and tabulated."""
 
-import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import pathlib
 
@@ -67,16 +67,21 @@ def key(
   sizes: tuple[int, ...] | None,
   full: bool,
 ) -> str:
-  """What a kept analysis is of; all that changes a program is in it."""
+  """What a kept analysis is of: all that makes the program, and its compiler.
+
+  The last part stands for what is too long to name: the networks, the recipe
+  of a train step, the versions. A cycle's key differs from its plain one's in
+  the program alone, so drafters and trees are all in there.
+  """
   parts = [s.name, topology, program, f"B={s.batch} S={s.capacity}"]
   if sizes:
     parts.append(f"mesh {','.join(map(str, sizes))}")
   if full:
     parts.append("all layers")
-  if program.startswith("train"):
-    recipe = repr(dataclasses.asdict(s.train)).encode()
-    parts.append(f"recipe {hashlib.sha256(recipe).hexdigest()[:8]}")
-  return " | ".join(parts)
+  train = s.train if program.startswith("train") else None
+  versions = [importlib.metadata.version(p) for p in ("jax", "libtpu")]
+  rest = repr((s.target, s.drafts, train, versions)).encode()
+  return " | ".join([*parts, hashlib.sha256(rest).hexdigest()[:8]])
 
 
 class Results:
@@ -166,13 +171,14 @@ def _links(collectives: dict) -> list[str]:
 def table(found: dict[str, dict], configs: list[Shapes]) -> str:
   """Markdown: decoding, then train steps."""
   decode = [
-    "| model | slice | drafter, tree | GB/chip | plain ms | cycle ms | bound ms"
-    " | of bound | plain tokens/s | tau | tokens/s | ratio | ratio, compiler's"
-    " cycles | bound's ratio | breaks even at tau |",
+    "| model | slice, mesh | drafter, tree | GB/chip | plain ms | cycle ms"
+    " | bound ms | of bound | plain tokens/s | tau | tokens/s | ratio"
+    " | ratio, compiler's cycles | bound's ratio | breaks even at tau |",
     "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
   ]
   train = [
-    "| model | slice | drafter | GB/chip | fits | TFLOP a chip | ms at best |",
+    "| model | slice, mesh | drafter | GB/chip | fits | TFLOP a chip | ms at"
+    " best |",
     "|---|---|---|---:|---|---:|---:|",
   ]
   number = lambda x, digits=2: "" if x is None else f"{x:.{digits}f}"
@@ -183,7 +189,8 @@ def table(found: dict[str, dict], configs: list[Shapes]) -> str:
     s = shapes[one["config"]]
     memory = f"{one['bytes_per_chip']['all'] / 1e9:.1f}"
     _, _, drafter = one["program"].partition(" ")
-    where = f"| {s.name} | {one['topology']} |"
+    mesh = "".join(f", {p}" for p in name.split(" | ") if "mesh" in p)
+    where = f"| {s.name} | {one['topology']}{mesh} |"
     if one["what"] == "train":
       train.append(
         f"{where} {drafter} | {memory} | {'yes' if one['fits'] else 'NO'} |"

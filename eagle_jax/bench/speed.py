@@ -223,7 +223,7 @@ def section(
     specs[auto] = generation.named_tree(made.tree)
   say("timing verify and draft passes")
   W = s.drafter.config.draft_vocab_size
-  # all sizes, and today: what choose keeps ends where trees cannot pay
+  # timed anew and for all M: what `choose` keeps ends where trees cannot pay
   parts = costs.measure(
     s.target,
     s.drafter,

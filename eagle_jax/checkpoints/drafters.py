@@ -18,7 +18,6 @@ import numpy as np
 
 from eagle_jax.checkpoints import draft_ids, drafter_configs, tensors
 from eagle_jax.checkpoints.drafter_configs import LAYER
-from eagle_jax.checkpoints.drafter_configs import official_taps as official_taps
 from eagle_jax.checkpoints.hf_target import read_config
 from eagle_jax.checkpoints.tensors import Rule
 from eagle_jax.config import SWITCHES, DrafterConfig, TargetConfig

@@ -113,10 +113,10 @@ class Drafter(nn.Module):
       positions: int32[B, T], of the features (one less than the tokens').
       attend: who sees whom.
       prefix, earlier, steps: keys and values of other rows (`masks`).
-      wanted: int32[B, R], the rows whose output is asked for; None = all T.
+      wanted: int32[B, Q], the rows whose output is asked for; None = all T.
 
     Returns:
-      out [B, R or T, D], fed back as the next feature, and the T rows made.
+      out [B, Q or T, D], fed back as the next feature, and the T rows made.
     """
     c = self.config
     if c.sliding_window is not None:

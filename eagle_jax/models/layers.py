@@ -319,7 +319,7 @@ class Attention(nn.Module):
   """Grouped-query self-attention; returns its output and the rows it made.
 
   turn: `rotary` of the positions.
-  wanted: int32[B, R], the rows whose output is returned, [B, R, D], where the
+  wanted: int32[B, Q], the rows whose output is returned, [B, Q, D], where the
     others are only seen; None = all T.
   joined: one product makes q, k and v, their columns side by side
   (`join_qkv`): a CPU takes 10% less for a pass of 4 rows, 3% less for one.
@@ -360,7 +360,7 @@ class Attention(nn.Module):
     k = rotate(k, turn)
     own = KV(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     if wanted is not None:
-      attend = masks.of_rows(attend, positions, wanted)
+      attend = masks.for_queries(attend, positions, wanted)
       q = jnp.take_along_axis(q, wanted[..., None, None], axis=1)
       positions = jnp.take_along_axis(positions, wanted, axis=1)
     out = attention(q, own, positions, attend, prefix, earlier, steps)

@@ -70,8 +70,8 @@ class Attend:
   window: int | None = struct.field(pytree_node=False, default=None)
 
 
-def of_rows(attend: Attend, positions: Array, wanted: Array) -> Attend:
-  """`attend` for some of the call's rows as queries, all of them as keys.
+def for_queries(attend: Attend, positions: Array, wanted: Array) -> Attend:
+  """`attend` where only some of the call's rows are queries; keys are all.
 
     own: Causal, T = 4       wanted = [3]      wanted = [1, 3]
       1 . . .                 1 1 1 1            1 1 . .
@@ -80,12 +80,12 @@ def of_rows(attend: Attend, positions: Array, wanted: Array) -> Attend:
       1 1 1 1
 
   Args:
-    attend: nothing but a cache and `own` rows.
+    attend: of a cache and `own` rows, Causal or Tree.
     positions: int32[B, T] of all rows.
-    wanted: int32[B, R].
+    wanted: int32[B, Q], which rows are queries.
   """
   if attend.earlier is not None or isinstance(attend.own, Itself):
-    raise ValueError(f"some rows of {attend} were never asked for alone")
+    raise ValueError("wanted rows go with a cache and own rows, no others")
   visible = block_mask(attend.own, positions, attend.window)
   bits = jnp.take_along_axis(visible, wanted[..., None], axis=1)
   return attend.replace(own=Tree(bits))

@@ -8,8 +8,9 @@ nodes under the root. With branch 2, L = 3:
   parent       0  0 |  1  1  2  2 |  4  4  5  5      (0 = the root)
 
 Level 3 hangs under candidates 4 and 5: the frontier, the `branch` best of
-level 2. A dynamic tree (EAGLE-2, arXiv 2406.16858) picks frontiers and nodes
-by score; a static one by a table. Both come out as the same `Tree`.
+level 2 (fewer where the budget M has no use for more). A dynamic tree (EAGLE-2,
+arXiv 2406.16858) picks frontiers and nodes by score; a static one by a table.
+Both come out as the same `Tree`.
 """
 
 import dataclasses
@@ -60,8 +61,8 @@ def dynamic(num_nodes: int, levels: int, branch: int) -> TreeSpec:
 
   A level expands its `branch` best nodes, or fewer where the budget is small:
   a child of the r-th best node of level j is kept only with the r best ones of
-  that level and the j - 1 nodes above, so r + j <= M - 1. With M = 3, L = 2,
-  branch 2, the better node of level 1 is expanded alone.
+  that level and the j - 1 nodes above, so r + (j - 1) + 1 <= M - 1. With M = 3,
+  L = 2, branch 2, the better node of level 1 is expanded alone.
 
   Raises:
     ValueError: a budget below the path or above the pool.

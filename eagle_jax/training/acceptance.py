@@ -157,7 +157,8 @@ def place_on_path(
   """int[n, levels]: rank in its pool of the true path's node of each level.
 
   The pool is drafted as `tree` does it: `branch` children of the `branch`
-  best nodes of each newest level, scores summed. Children of nodes off the
+  best nodes of each newest level, scores summed (where a small budget makes
+  `tree` expand fewer, the kept nodes are the same). Children of nodes off the
   true path were not observed: those of another context stand in for them
   (with another position's noise, where drafts were `Drawn`).
   A node beyond the pool (or not drafted) has the place 10**9.

@@ -199,9 +199,9 @@ def unroll(
     remat: keep only these outputs and the rows made, recompute the rest.
   """
 
-  def step(params, tokens, fed, positions, attend, *others):
+  def step(params, tokens, fed, positions, attend, earlier, rows):
     return drafter.apply(
-      {"params": params}, tokens, fed, positions, attend, None, *others
+      {"params": params}, tokens, fed, positions, attend, None, earlier, rows
     )
 
   if remat:
@@ -217,8 +217,8 @@ def unroll(
     masks.Attend(own=masks.Causal(batch.documents)),
     None,
     (),
-    anchors,
   )
+  fed = at(fed, anchors, 0)
   outs, rows = [fed], []
 
   def earlier(i: int) -> masks.Causal | masks.Tree:
