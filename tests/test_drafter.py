@@ -299,8 +299,12 @@ def test_every_switch_is_what_its_name_says(variant):
 @pytest.mark.parametrize(
   ("kind", "changes", "words"),
   [
-    ("eagle", {"fc_norm": True}, "fc_norm are variants of kind 'eagle3'"),
-    ("eagle", {"norm_output": True}, "norm_output are variants of kind 'eagle3'"),
+    ("eagle", {"fc_norm": True}, "fc_norm are variants"),
+    (
+      "eagle",
+      {"norm_output": True},
+      "norm_output are variants of kind 'eagle3'",
+    ),
     ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "exclude each"),
     ("eagle3", {"target_hidden_size": 48}, "its own embedding"),
   ],

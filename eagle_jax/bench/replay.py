@@ -223,9 +223,10 @@ def replay(
 ) -> dict[str, list[Row]]:
   """Rows (without seconds) of each tree, for `measure.tau`.
 
-  Prompts go side by side with others of about their length, since a batch
-  runs until its last row ends. A short last batch is filled with rows that
-  are finished from the start, so that it compiles nothing anew.
+  Answers go side by side with others of about their length, since a batch
+  runs until its last row ends. Each tree is compiled once: all batches have
+  the width of the longest row, and a short last one is filled with rows that
+  are finished from the start.
   """
   n = len(known.requests)
   rows: dict[str, list] = {name: [None] * n for name in specs}
@@ -235,16 +236,17 @@ def replay(
   B = min(batch_size, n)
   deepest = max(s.levels for s in specs.values())
   order = sorted(range(n), key=lambda i: -len(known.answers[i]))
+  asked = [len(r.prompt_ids) for r in known.requests]
+  whole = [p + len(a) for p, a in zip(asked, known.answers, strict=True)]
+  # room for a prefill of the longest prompt and a cycle behind any row
+  width = _rounded(max(whole) + deepest + 2)
+  prompt_width = min(_rounded(max(asked)), width - 1)
   for at in range(0, n, B):
     chosen = order[at : at + B]
     requests = [known.requests[i] for i in chosen]
     prompts, ends = np.ones(B, np.int32), np.ones(B, np.int32)
     for b, i in enumerate(chosen):
-      prompts[b] = len(known.requests[i].prompt_ids)
-      ends[b] = prompts[b] + len(known.answers[i])
-    # Room for a prefill of the longest prompt and a cycle behind any row.
-    width = _rounded(int(ends.max()) + deepest + 2)
-    prompt_width = min(_rounded(int(prompts.max())), width - 1)
+      prompts[b], ends[b] = asked[i], whole[i]
     tokens = np.zeros((B, width), np.int32)
     for b, i in enumerate(chosen):
       tokens[b, : ends[b]] = [*known.requests[i].prompt_ids, *known.answers[i]]
