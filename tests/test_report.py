@@ -103,35 +103,53 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert report.UNFINISHED not in markdown + html
 
 
-def test_a_stopped_run_leaves_what_it_has(
+def test_a_stopped_run_leaves_what_it_has_and_goes_on(
   report, models, suite, tmp_path, monkeypatch
 ):
-  """Stopped after its first section: marked, complete so far, no rests."""
-  section = page.Section("s", "First", "why", [], [], [], "n")
+  """Stopped in its second step: marked, complete so far, no rests; the same
+  command measures the second step alone."""
+  done, stop = [], True
 
-  def stopped(study, trees, limit, data, say):
+  def first(study, data):
+    done.append("first")
     data["first"] = {"value": float("nan")}
-    yield [section]
-    raise KeyboardInterrupt
+    claim = page.Claim("is so", None, "by a hair")
+    return [page.Section("s", "b. First", "why", [claim], [], [], "n")]
 
-  monkeypatch.setattr(report.sections, "build", stopped)
+  def second(study, data):
+    done.append("second")
+    if stop:
+      raise KeyboardInterrupt
+    return [page.Section("t", "a. Second", "why", [], [], [], "n")]
+
+  steps = {"one": first, "two": second}
+  monkeypatch.setattr(report.sections, "steps", lambda *a: steps)
   monkeypatch.setattr(report.replay, "plain_answers", lambda *a: None)
   monkeypatch.setattr(report.generation, "use_compilation_cache", lambda: None)
   out = tmp_path / "out"
-  code = folders.call(
+  again = lambda *flags: folders.call(
     report,
     "report",
     *("--target", models.target, "--drafter", models.drafter),
-    *(suite(4), "--out", str(out)),
+    *(suite(4), "--out", str(out), *flags),
   )
-  assert code == 130
-  assert json.loads((out / "report.json").read_text())["first"] == {
-    "value": None
-  }
+  assert again() == 130
+  number = lambda: json.loads((out / "report.json").read_text())["first"]
+  assert number() == {"value": None}
   for file in ("report.html", "report.md"):
     assert report.UNFINISHED in (out / file).read_text()
     assert "First" in (out / file).read_text()
-  assert not list(out.glob("*.part"))
+  assert not list(out.rglob("*.part"))
+  stop = False
+  assert again() == 0
+  assert done == ["first", "second", "second"]
+  markdown = (out / "report.md").read_text()
+  assert report.UNFINISHED not in markdown
+  assert "**undecided**: is so by a hair" in markdown
+  assert markdown.index("a. Second") < markdown.index("b. First")
+  assert number() == {"value": None}
+  assert again("--seed=1") == 0  # another run
+  assert done[3:] == ["first", "second"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from absl import flags
 
 from eagle_jax import generation, loading, machine, script, text
@@ -241,6 +242,7 @@ def replay(
   # room for a prefill of the longest prompt and a cycle behind any row
   width = _rounded(max(whole) + deepest + 2)
   prompt_width = min(_rounded(max(asked)), width - 1)
+  bar = tqdm.tqdm(total=-(-n // B) * len(specs), unit="replay", leave=False)
   for at in range(0, n, B):
     chosen = order[at : at + B]
     requests = [known.requests[i] for i in chosen]
@@ -252,6 +254,7 @@ def replay(
       tokens[b, : ends[b]] = [*known.requests[i].prompt_ids, *known.answers[i]]
     features, _ = read(next(iter(models.values())), tokens)
     for name, m in models.items():
+      bar.set_description(f"{name}, answers from {at + 1}")
       maker = Generator(target, drafter, "eagle", m.spec, B).engine
       state = _empty(m, B, width).replace(
         tokens=jnp.asarray(tokens),
@@ -274,6 +277,8 @@ def replay(
           0.0,
           len(known.requests[i].prompt_ids),
         )
+      bar.update()
+  bar.close()
   return rows
 
 

@@ -6,9 +6,12 @@ beside it, and the numbers behind every plot in report.json. Needs the report
 extra (matplotlib).
 
 With --ablation (drafters trained by configs/ablation_*.py) it compares what a
-drafter reads. Answers are decoded once and kept in --out.
+drafter reads. Answers and finished sections are kept in --out: a run that was
+stopped goes on with the same command.
 """
 
+import dataclasses
+import hashlib
 import json
 import math
 import pathlib
@@ -17,7 +20,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from eagle_jax import generation, loading, machine, script
+from eagle_jax import choice, generation, loading, machine, script
 from eagle_jax.bench import (
   measure,
   page,
@@ -113,6 +116,23 @@ def _write(
     write_whole(out / PLOTS / file, content)
 
 
+def _kept(
+  file: pathlib.Path, step: sections.Step, s: study.Study
+) -> tuple[list[page.Section], dict]:
+  """Sections and numbers of a step, from the run before where it had them."""
+  if not file.exists():
+    numbers: dict = {}
+    made = [dataclasses.asdict(part) for part in step(s, numbers)]
+    file.parent.mkdir(exist_ok=True)
+    write_whole(file, json.dumps({"sections": made, "numbers": numbers}))
+  kept = json.loads(file.read_text())
+  parts = [
+    page.Section(**p | {"claims": [page.Claim(**c) for c in p["claims"]]})
+    for p in kept["sections"]
+  ]
+  return parts, kept["numbers"]
+
+
 def run(f: flags.FlagValues) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   plots.check()
@@ -171,10 +191,24 @@ def run(f: flags.FlagValues) -> None:
     f"intervals: 95%, {measure.DRAWS} bootstrap draws over prompts; each claim"
     " stands alone, without a correction for their number",
   ]
+  decides = {
+    "report": head | facts | {"date": None},
+    "target": target.fingerprint(),
+    "drafters": [
+      [choice.drafter_fingerprint(d), d.config.draft_noise]
+      for d in (drafter, *ablations.values())
+    ],
+    "questions": {n: [q.turns for q in qs] for n, qs in asked.items()},
+    "flags": [f.budgets, f.trees, f.speed_limit],
+  }
+  digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
   data, parts = {}, []
-  made = sections.build(read, f.trees, f.speed_limit, data, say)
-  for new in made:  # a long run that dies leaves what it has
-    parts += new
+  steps = sections.steps(f.trees, f.speed_limit, say)
+  for name, step in steps.items():  # a long run that dies leaves what it has
+    say(f"measuring {name}")
+    new, numbers = _kept(out / "kept" / f"{name}-{digest}.json", step, read)
+    data |= numbers
+    parts = sorted([*parts, *new], key=lambda part: part.title)
     _write(out, facts | head, data, [*lines, UNFINISHED], parts)
   _write(out, facts | head, data, lines, parts)
   print(f"written: {out / 'report.html'}; report.md and report.json beside it")

@@ -5,7 +5,7 @@ whose claims say plainly whether the argument holds.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -481,23 +481,31 @@ def _confidence(s: Study, data: dict) -> Section:
   )
 
 
-def build(
-  s: Study, trees: Sequence[str], limit: int, data: dict, say
-) -> Iterator[list[Section]]:
-  """Sections as they are done; their numbers go into `data`."""
+def _of_answers(s: Study, data: dict, say) -> list[Section]:
+  """Sections a and b: one reading of the answers serves both."""
   reads = []
   for suite, questions in s.asked.items():
     kinds = {q.category for q in questions}
     names = [q.category if len(kinds) > 1 else suite for q in questions]
     say(f"reading the answers of {suite}")
     reads += evidence.read(s.target, s.known[suite, 0.0], names, len(reads))
-  yield [_entropy(s, reads, data)]
   say("regressing features")
-  yield [_features(s, reads, data)]
-  del reads
-  say("replaying trees")
-  chain, budget = _trees(s, data)
-  yield [chain, _inputs(s, data), budget]
-  say("calibration and shared noise")
-  yield [_confidence(s, data)]
-  yield [speed.section(s, trees, limit, data, say)]
+  return [_entropy(s, reads, data), _features(s, reads, data)]
+
+
+Step = Callable[[Study, dict], list[Section]]
+
+
+def steps(trees: Sequence[str], limit: int, say) -> dict[str, Step]:
+  """What is measured in one go, in order; each puts its numbers into a dict.
+
+  Args:
+    trees, limit: as in `speed.section`.
+  """
+  return {
+    "answers": lambda s, data: _of_answers(s, data, say),
+    "trees": lambda s, data: list(_trees(s, data)),
+    "inputs": lambda s, data: [_inputs(s, data)],
+    "calibration": lambda s, data: [_confidence(s, data)],
+    "speed": lambda s, data: [speed.section(s, trees, limit, data, say)],
+  }
