@@ -116,7 +116,8 @@ def accept_chain(chains: dict[str, dict]) -> str:
   ax.set_ylabel("accepted, given all before")
   ax.set_ylim(0, 1)
   ax.xaxis.get_major_locator().set_params(integer=True)
-  ax.legend(loc="upper right", fontsize=8, title="dotted: one p for all steps")
+  ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+  ax.set_title("dotted: one p for all steps", fontsize=8, loc="right")
   return _svg(figure)
 
 
@@ -171,7 +172,7 @@ def trees(by_kind: dict[str, list[dict]]) -> str:
   ):
     ax.set_xlabel("node budget M, the root counted")
     ax.set_ylabel(label)
-  left.legend(fontsize=8)
+  left.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
   right.set_title("solid: mean, dotted or x: deepest", fontsize=8, loc="right")
   return _svg(figure)
 

@@ -150,15 +150,33 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
   return _accept_chain(s, figures, data), _budget(s, kinds, rows, figures, data)
 
 
+def geometric(chains: dict[str, dict]) -> list[Claim]:
+  """Is every step within .05 of one p: for the chain, and for all trees?"""
+  claims = []
+  trees = {n: c for n, c in chains.items() if n != "chain::5"}
+  for what, some in (
+    ("A chain", {"chain::5": chains["chain::5"]}),
+    ("A tree", trees),
+  ):
+    off = {n: max(c["gap"], key=abs, default=0.0) for n, c in some.items()}
+    far = max(off, key=lambda n: abs(off[n]))
+    step = some[far]["gap"].index(off[far]) + 1 if some[far]["gap"] else 0
+    claims.append(
+      Claim(
+        f"{what} is accepted with one chance at every step (within .05).",
+        abs(off[far]) <= 0.05,
+        f"largest gap {off[far]:+.3f}, {far} at step {step}",
+      )
+    )
+  return claims
+
+
 def _accept_chain(s: Study, figures: dict[str, dict], data: dict) -> Section:
   M = _middle(s)
   shown = ("chain::5", "static", f"uniform:{M}::3", s.dynamic(M, s.drafter))
   data["accept_chain"] = chains = {
     n: evidence.accept_chain(figures[n]) for n in shown
   }
-  off = {n: max(c["gap"], key=abs, default=0.0) for n, c in chains.items()}
-  far = max(off, key=lambda n: abs(off[n]))
-  step = chains[far]["gap"].index(off[far]) + 1 if chains[far]["gap"] else 0
   one = chains["chain::5"]
   return Section(
     "accept_chain",
@@ -166,14 +184,9 @@ def _accept_chain(s: Study, figures: dict[str, dict], data: dict) -> Section:
     "If every step were accepted with the same chance p, tokens a pass would be"
     " E = 1 / (1 - p). Beside the implied p = 1 - 1/E stands what each step"
     " really did, given that all before it were accepted; cut p is the same"
-    " for drafts that end after L levels.",
-    [
-      Claim(
-        "The accept chain is geometric (every step within .05 of one p).",
-        max(map(abs, off.values())) <= 0.05,
-        f"largest gap {off[far]:+.3f}, {far} at step {step}",
-      ),
-    ],
+    " for drafts that end after L levels. A tree offers its first steps more"
+    " candidates than its later ones, so that its steps fall off.",
+    geometric(chains),
     [plots.accept_chain(chains)],
     [
       (
