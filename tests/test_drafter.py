@@ -299,7 +299,7 @@ def test_every_switch_is_what_its_name_says(variant):
 @pytest.mark.parametrize(
   ("kind", "changes", "words"),
   [
-    ("eagle", {"fc_norm": True}, "fc_norm are variants"),
+    ("eagle", {"fc_norm": True}, "fc_norm are variants of kind 'eagle3'"),
     (
       "eagle",
       {"norm_output": True},

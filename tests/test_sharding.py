@@ -15,6 +15,7 @@ from refusals import refused
 from eagle_jax import sharding
 from eagle_jax.checkpoints import drafters, hf_target, tensors
 from eagle_jax.config import DrafterConfig
+from eagle_jax.training import batches
 
 
 def mesh(*sizes) -> AbstractMesh:
@@ -165,6 +166,11 @@ def test_a_width_that_does_not_divide_is_refused(field):
 def test_mesh_sizes_must_fit_the_devices(sizes, words):
   with refused("mesh", *words):
     sharding.make_mesh(sizes, jax.devices()[:1])
+
+
+def test_a_training_batch_must_divide_over_data_and_fsdp():
+  with refused("a batch of 3 rows does not divide over 2", "a multiple"):
+    batches.share(mesh(1, 2, 4), 3)
 
 
 def test_on_eight_devices():
