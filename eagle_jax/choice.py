@@ -209,6 +209,12 @@ def _keep(file: pathlib.Path, found: dict) -> None:
   write_whole(file, json.dumps(found) + "\n")
 
 
+def branches(drafter: LoadedDrafter) -> list[int]:
+  """Of which drafting is timed: one child a node, and the most there are."""
+  widest = min(max(acceptance.BRANCHES), drafter.config.draft_vocab_size)
+  return sorted({1, widest})
+
+
 def _timed(
   target: LoadedTarget,
   drafter: LoadedDrafter,
@@ -235,7 +241,7 @@ def _timed(
     drafter,
     timed_for["batch_size"],
     NODES,
-    sorted({1, min(max(acceptance.BRANCHES), drafter.config.draft_vocab_size)}),
+    branches(drafter),
     most,
     sampling.temperature,
     sampling.strength(drafter.config.draft_noise),

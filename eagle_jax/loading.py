@@ -255,6 +255,21 @@ def load_pair(
   return loaded, load_drafter(name, loaded, say, window)
 
 
+def load_for(
+  method: str,
+  target: str,
+  drafter: str | None,
+  dtype: str | None,
+  say,
+  window: int | None = None,
+  mesh: Mesh | None = None,
+) -> tuple[LoadedTarget, LoadedDrafter | None]:
+  """What "eagle" or "plain" decoding reads: `load_pair`, or the target."""
+  if method == "plain":
+    return load_target(target, dtype, say, mesh), None
+  return load_pair(target, drafter, dtype, say, window, mesh)
+
+
 def default_dtype() -> str:
   """float32 on CPU (bfloat16 is several times slower there), else bfloat16."""
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"

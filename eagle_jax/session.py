@@ -51,10 +51,9 @@ def load(
   if isinstance(spec, str) and spec != "auto":
     spec = generation.named_tree(spec)
   generation.use_compilation_cache()
-  if method == "plain":
-    loaded, found = loading.load_target(target, dtype, say, over), None
-  else:
-    loaded, found = loading.load_pair(target, drafter, dtype, say, mesh=over)
+  loaded, found = loading.load_for(
+    method, target, drafter, dtype, say, mesh=over
+  )
   if spec == "auto":
     spec = choice.spec(loaded, found, batch_size, Sampling(), say, False)
   return Generator(loaded, found, method, spec, batch_size, mesh=over)
@@ -83,13 +82,10 @@ class Session:
       sizes = sharding.mesh_sizes(o.mesh)
       self.mesh = sharding.decode_mesh(sizes, o.batch_size)
     generation.use_compilation_cache()
-    self.drafter = None
-    if o.method == "eagle":
-      self.target, self.drafter = loading.load_pair(
-        o.target, o.drafter, o.dtype, say, o.drafter_window, self.mesh
-      )
-    else:
-      self.target = loading.load_target(o.target, o.dtype, say, self.mesh)
+    self.target, self.drafter = loading.load_for(
+      *(o.method, o.target, o.drafter, o.dtype, say, o.drafter_window),
+      self.mesh,
+    )
     self.tokenizer = self.target.tokenizer
     self.piece = text.piece(self.target.tokenizer)
     plain = self._generator("plain", None)

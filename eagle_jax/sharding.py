@@ -131,6 +131,16 @@ def make_mesh(sizes: Sequence[int], devices=None) -> Mesh:
   )
 
 
+def check_batch(mesh: Mesh, batch_size: int) -> None:
+  """Refuses a batch that cannot be shared out in decoding."""
+  data = mesh.shape["data"]
+  if batch_size % data:
+    raise InputError(
+      f"batch_size {batch_size} does not divide over the mesh's data axis of"
+      f" {data}: give a multiple, or data 1"
+    )
+
+
 def decode_mesh(sizes: Sequence[int], batch_size: int) -> Mesh:
   """A mesh of this process's devices to decode over.
 
@@ -139,17 +149,13 @@ def decode_mesh(sizes: Sequence[int], batch_size: int) -> Mesh:
       devices, which would hold whole copies for nothing.
   """
   mesh = make_mesh(sizes)
-  data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
+  fsdp = mesh.shape["fsdp"]
   if fsdp > 1:
     raise InputError(
       f"mesh {tuple(sizes)} has {fsdp} fsdp devices, which only training uses:"
       " make them tensor or data ones"
     )
-  if batch_size % data:
-    raise InputError(
-      f"batch_size {batch_size} does not divide over the mesh's data axis of"
-      f" {data}: give a multiple, or data 1"
-    )
+  check_batch(mesh, batch_size)
   return mesh
 
 

@@ -135,13 +135,11 @@ def run(F: flags.FlagValues) -> None:
 
   say = lambda line: print(line, file=sys.stderr, flush=True)
   generation.use_compilation_cache()
-  drafter = None
-  if set(F.methods) - {"plain", "transformers"}:
-    target, drafter = loading.load_pair(
-      F.target, F.drafter, F.dtype, say, F.drafter_window
-    )
-  else:
-    target = loading.load_target(F.target, F.dtype, say)
+  drafted = set(F.methods) - {"plain", "transformers"}
+  method = "eagle" if drafted else "plain"
+  target, drafter = loading.load_for(
+    method, F.target, F.drafter, F.dtype, say, F.drafter_window
+  )
   if "auto" in specs:
     specs["auto"] = choice.spec(target, drafter, 1, sampling, say, verbose=True)
   generators = {

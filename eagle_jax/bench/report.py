@@ -43,7 +43,8 @@ PLOTS = "plots"  # folder of the Markdown file's
 LEAST = 3  # prompts, for a bootstrap and for held-out folds
 
 
-def _check(f) -> None:
+def _check(f) -> list[int]:
+  """Refuses bad flags; the node budgets, ascending."""
   for name, least in (
     ("limit", 0),
     ("max_new_tokens", 16),
@@ -62,6 +63,7 @@ def _check(f) -> None:
     raise InputError(f"budgets {f.budgets} must be from 3 to 500 nodes")
   for tree in f.trees:
     generation.named_tree(tree)
+  return budgets
 
 
 def _finite(value):
@@ -136,7 +138,7 @@ def _kept(
 def run(f: flags.FlagValues) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   plots.check()
-  _check(f)
+  budgets = _check(f)
   asked = suites.read_all(f.suite, f.limit)
   for suite, questions in asked.items():
     if len(questions) < LEAST:
@@ -168,7 +170,7 @@ def run(f: flags.FlagValues) -> None:
     ablations,
     asked,
     known,
-    sorted({int(b) for b in f.budgets}),
+    budgets,
     f.batch_size,
     f.seed,
     f.max_new_tokens,
@@ -199,7 +201,7 @@ def run(f: flags.FlagValues) -> None:
       for d in (drafter, *ablations.values())
     ],
     "questions": {n: [q.turns for q in qs] for n, qs in asked.items()},
-    "flags": [f.budgets, f.trees, f.speed_limit],
+    "flags": [budgets, f.trees, f.speed_limit],
   }
   digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
   data, parts = {}, []

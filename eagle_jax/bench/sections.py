@@ -14,7 +14,7 @@ from eagle_jax.bench import evidence, measure, plots, speed
 from eagle_jax.bench.measure import Row
 from eagle_jax.bench.page import Claim, Section
 from eagle_jax.bench.replay import Known
-from eagle_jax.bench.study import Study, ordered, sign, span
+from eagle_jax.bench.study import Study, above, ordered, sign, span
 from eagle_jax.config import INPUTS
 from eagle_jax.training import acceptance, calibrate
 
@@ -403,8 +403,10 @@ def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
           "prompts": len(on),
         }
         claims.append(
-          ordered(
-            on, off, f"Shared noise raises tau: {name}.", "with less without"
+          above(
+            gains[name],
+            f"Shared noise raises tau: {name}.",
+            "with less without",
           )
         )
   return gains, claims
@@ -413,15 +415,14 @@ def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
 def _confidence(s: Study, data: dict) -> Section:
   strength = s.drafter.config.draft_noise
   cold, warm = s.all_known(0.0), s.all_known(1.0)
-  cases = {
-    "temperature 0": (cold, 0.0, 0.0),
-    "temperature 1": (warm, 1.0, 0.0),
+  curve = lambda known, t, noise: evidence.calibration(
+    evidence.confidence(s.target, s.drafter, known, t, noise)
+  )
+  # every strength of the calibration, 0 and its own among them
+  found = {
+    noise: curve(warm, 1.0, noise)
+    for noise in sorted({*calibrate.STRENGTHS, strength})
   }
-  # every strength of the calibration, its own among them
-  found = {}
-  for noise in sorted({*calibrate.STRENGTHS, strength}):
-    pairs = evidence.confidence(s.target, s.drafter, warm, 1.0, noise)
-    found[noise] = evidence.calibration(pairs)
   first = lambda n: found[n]["first_child_accepted"]["value"]
   best = max(found, key=first)
   shown = strength or best
@@ -432,11 +433,10 @@ def _confidence(s: Study, data: dict) -> Section:
     " gains here are optimistic"
   )
   curves = {
-    name: evidence.calibration(
-      evidence.confidence(s.target, s.drafter, known, t, noise)
-    )
-    for name, (known, t, noise) in cases.items()
-  } | {f"temperature 1, noise {shown:g}": found[shown]}
+    "temperature 0": curve(cold, 0.0, 0.0),
+    "temperature 1": found[0.0],
+    f"temperature 1, noise {shown:g}": found[shown],
+  }
   data["calibration"] = {
     "drafter_strength": strength,
     "best_strength_first_child": best,

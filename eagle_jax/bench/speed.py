@@ -222,14 +222,13 @@ def section(
     auto = f"auto ({made.tree})"
     specs[auto] = generation.named_tree(made.tree)
   say("timing verify and draft passes")
-  W = s.drafter.config.draft_vocab_size
   # timed anew and for all M: what `choose` keeps ends where trees cannot pay
   parts = costs.measure(
     s.target,
     s.drafter,
     1,
     choice.NODES,
-    sorted({1, min(10, W)}),
+    choice.branches(s.drafter),
     float("inf"),
     0.0,
     0.0,

@@ -60,19 +60,24 @@ def sign(entry: dict) -> bool | None:
   return True if entry["low"] >= 0 else False if entry["high"] < 0 else None
 
 
+def above(entry: dict, text: str, names: str) -> Claim:
+  """A claim that a difference of two taus is not below 0.
+
+  Args:
+    entry: value, low and high. text: the claim. names: what is subtracted from
+      what.
+  """
+  span = f"95% {entry['low']:+.3f} to {entry['high']:+.3f}"
+  return Claim(text, sign(entry), f"{names}: {entry['value']:+.3f} tau, {span}")
+
+
 def ordered(
   better: Sequence[Row], worse: Sequence[Row], text: str, names: str
 ) -> Claim:
-  """A claim that one tau is at least another, by the paired interval.
-
-  Args:
-    text: the claim. names: what is subtracted from what.
-  """
+  """A claim that one tau is at least another, by the paired interval; text and
+  names as in `above`."""
   value, low, high = measure.tau_difference(worse, better)
-  holds = sign({"low": low, "high": high})
-  return Claim(
-    text, holds, f"{names}: {value:+.3f} tau, 95% {low:+.3f} to {high:+.3f}"
-  )
+  return above({"value": value, "low": low, "high": high}, text, names)
 
 
 def span(entry: dict, name: str = "value", digits: int = 2) -> str:

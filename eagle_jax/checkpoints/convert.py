@@ -57,7 +57,7 @@ def lacks(stored: StoredDrafter, num_layers: int, to: str) -> list[str]:
     | {n: getattr(config, n) for n in SWITCHES}
     | {
       f"taps {config.taps}": not eagle
-      and config.taps != (2, num_layers // 2, num_layers - 3),
+      and not drafter_configs.are_official(config.taps, num_layers),
       "rotary scaling": config.rope_scaling is not None,
       f"head_dim {config.head_size} in an EAGLE-1 drafter": eagle
       and not square,

@@ -24,18 +24,26 @@ from eagle_jax.errors import InputError
 LAYER = r"(?:model\.)?(?:midlayer|layers\.0)\."
 
 
+SHALLOW = 7  # fewer layers than this make official taps coincide
+
+
 def official_taps(num_layers: int) -> tuple[int, int, int]:
   """The layers whose inputs an EAGLE-3 drafter reads.
 
   Raises:
     InputError: a target so shallow that they coincide.
   """
-  if num_layers < 7:
+  if num_layers < SHALLOW:
     raise InputError(
       f"a target of {num_layers} layers is too shallow for the three taps of"
       " an EAGLE-3 drafter: give taps, ascending, or use kind 'eagle'"
     )
   return (2, num_layers // 2, num_layers - 3)
+
+
+def are_official(taps: tuple[int, ...], num_layers: int) -> bool:
+  """Are they `official_taps`? Of a target too shallow for them none are."""
+  return num_layers >= SHALLOW and taps == official_taps(num_layers)
 
 
 def for_target(

@@ -139,12 +139,8 @@ class Engine:
       )
     if batch_size < 1:
       raise InputError(f"batch_size {batch_size} must be at least 1")
-    mesh = models.mesh
-    if mesh is not None and batch_size % mesh.shape["data"]:
-      raise InputError(
-        f"batch_size {batch_size} does not divide over the mesh's data axis of"
-        f" {mesh.shape['data']}: give a multiple"
-      )
+    if models.mesh is not None:
+      sharding.check_batch(models.mesh, batch_size)
     self.models = models
     self.batch_size = batch_size
     self.context = context or limit

@@ -116,9 +116,10 @@ def load_target(c: TrainConfig, mesh: Mesh, say) -> LoadedTarget:
 
 
 def read_corpus(
-  c: TrainConfig, target: LoadedTarget, out: pathlib.Path, say
+  c: TrainConfig, target: LoadedTarget, W: int, out: pathlib.Path, say
 ) -> TrainingData:
-  """Tokenise all chats, or find them tokenised, and pack them."""
+  """Tokenise all chats, or find them tokenised, and pack them; W: ids of the
+  draft vocabulary."""
   T, V = c.row_length, target.config.vocab_size
 
   def read(sources: tuple[str, ...]) -> dataset.Corpus:
@@ -135,7 +136,6 @@ def read_corpus(
   spared = read(c.heldout)
   held = spared.pack(T, c.pack_window, c.long_chats, 0)
   counts = trained.counts_of(V)
-  W = min(c.draft_vocab_size, V)
   vocabulary = data.draft_vocabulary(counts, W)
   # Packing sorts by length: evaluate on rows of all lengths.
   rows = np.random.default_rng(0).permutation(len(held))[: c.eval_rows]
@@ -243,7 +243,7 @@ def build(c: TrainConfig, say) -> tuple[Run, TrainState]:
       f" {target.config.max_positions} positions: give shorter rows"
     )
   config = drafter_config(c, target.config)  # refuses before chats are read
-  corpus = read_corpus(c, target, out, say)
+  corpus = read_corpus(c, target, config.draft_vocab_size, out, say)
   total = len(corpus.packed) // c.batch_size * c.epochs
   if not total:
     raise InputError(
