@@ -16,6 +16,10 @@ from eagle_jax.speculation.requests import Request
 SPECS = {"dynamic": engines.DYNAMIC, "chain": tree.chain(2)}
 
 
+def draftings(drafter) -> dict[str, replay.Drafting]:
+  return {n: replay.Drafting(drafter, spec) for n, spec in SPECS.items()}
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_accept_lengths_are_those_of_decoding(window, monkeypatch):
   monkeypatch.setattr(replay, "READ_TOKENS", 4)  # prompts of 5, 8 and 11
@@ -31,7 +35,7 @@ def test_accept_lengths_are_those_of_decoding(window, monkeypatch):
   known = replay.Known(
     requests, [r.token_ids for r in plain.generate(requests)]
   )
-  got = replay.replay(target, drafter, known, SPECS, batch_size=2)
+  got = replay.replay(target, draftings(drafter), known, batch_size=2)
   for name, spec in SPECS.items():
     engine = Engine(loading.models(target, drafter, spec), 3, None)
     real = engine.generate(requests)
@@ -39,6 +43,38 @@ def test_accept_lengths_are_those_of_decoding(window, monkeypatch):
     for row, result in zip(got[name], real, strict=True):
       assert row.tokens == result.token_ids
       assert row.accept_lengths == result.accept_lengths
+
+
+def test_drafters_and_strengths_side_by_side_are_those_alone():
+  """One reading serves drafters that read the same layers, and no other."""
+  target = engines.target()
+  requests = [
+    Request(engines.prompt(i, 6), 30, Sampling(1.0, draft_noise=0.25), 4, i)
+    for i in range(3)
+  ]
+  plain = Engine(loading.models(target, None, tree.plain()), 3, None)
+  known = replay.Known(
+    requests, [r.token_ids for r in plain.generate(requests)]
+  )
+  spec = engines.DYNAMIC
+  together = {
+    (kind, noise): replay.Drafting(tiny.drafter(target, kind), spec, noise)
+    for kind in ("eagle", "eagle3")
+    for noise in (None, 0.0, 0.25, 1.0)
+  }
+  got = replay.replay(target, together, known, 3)
+  lengths = {}
+  for key, d in together.items():
+    noise = d.draft_noise
+    asked = requests
+    if noise is not None:
+      asked = [replay.drawn_with(r, noise) for r in requests]
+    engine = Engine(loading.models(target, d.drafter, spec), 3, None)
+    lengths[key] = [r.accept_lengths for r in got[key]]
+    assert lengths[key] == [r.accept_lengths for r in engine.generate(asked)]
+  assert lengths["eagle", None] == lengths["eagle", 0.25]
+  assert lengths["eagle", 0.0] != lengths["eagle", 1.0]
+  assert lengths["eagle", 0.0] != lengths["eagle3", 0.0]
 
 
 def test_earlier_turns_fill_a_prompt_with_whole_chats(monkeypatch):
@@ -106,6 +142,6 @@ def test_known_tokens_end_a_replay_exactly():
   target = engines.target()
   drafter = tiny.drafter(target)
   known = replay.Known([Request([3, 1], 5)], [[4, 4, 4, 4, 4]])
-  row = replay.replay(target, drafter, known, SPECS, 1)["chain"][0]
+  row = replay.replay(target, draftings(drafter), known, 1)["chain"][0]
   assert sum(a + 1 for a in row.accept_lengths) == len(row.tokens) - 1
   assert np.max(row.accept_lengths) <= 2

@@ -13,10 +13,14 @@ import tiny
 from engines import unoptimised  # noqa: F401 (compiles fast)
 from refusals import refused
 
-from eagle_jax import choice
-from eagle_jax.bench import evidence, measure, page
+from eagle_jax import Sampling, choice, loading
+from eagle_jax.bench import evidence, measure, page, replay
 from eagle_jax.bench.evidence import Read
+from eagle_jax.bench.replay import Known
 from eagle_jax.checkpoints import drafters
+from eagle_jax.speculation import tree
+from eagle_jax.speculation.engine import Engine
+from eagle_jax.speculation.requests import Request
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,11 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert set(data["inputs"]) == {"feature+token", "token"}
   tau = data["inputs"]["token"]["chain::5"]["tau"]
   assert f"| token | chain::5 | {tau:.3f} (" in markdown
+  parts = data["inputs_by_suite"]["small"]  # one suite: the same figures
+  assert parts["token"]["chain::5"]["value"] == tau
+  right = data["inputs"]["feature+token"]["chain::5"]["tau"]
+  less = parts["token"]["chain::5"]["less_than_right"]["value"]
+  assert less == pytest.approx(right - tau)
   assert [e["nodes"] for e in data["trees"]["dynamic"]] == [6]
   assert data["speed"]["methods"]["plain"]["ratio_to_plain"] == 1
   assert all(m["diverged"] == 0 for m in data["speed"]["methods"].values())
@@ -187,15 +196,46 @@ def test_refused(report, models, suite, tmp_path, args, words, monkeypatch):
 # Figures ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_confidence_is_that_of_a_chain_of_one(temperature):
+  """A replayed chain of one accepts exactly where the first child hits."""
+  target = engines.target()
+  drafter = tiny.drafter(target, "eagle")
+  requests = [
+    Request(engines.prompt(i, n), 40, Sampling(temperature), 4, i)
+    for i, n in ((1, 6), (3, 6), (2, 70))
+  ]
+  plain = Engine(loading.models(target, None, tree.plain()), 3, None)
+  known = Known(requests, [r.token_ids for r in plain.generate(requests)])
+  strengths = [0.0, 0.5]
+  got = evidence.confidence(target, drafter, known, temperature, strengths)
+  chain = tree.chain(1)
+  walks = replay.replay(
+    target, {s: replay.Drafting(drafter, chain, s) for s in strengths}, known, 2
+  )
+  hits = 0
+  for s in strengths:
+    for (value, hit), row in zip(got[s], walks[s], strict=True):
+      assert len(value) == len(row.tokens) - 1
+      assert ((value > 0) & (value <= 1)).all()
+      at = 0
+      for accepted in row.accept_lengths:
+        if at < len(hit) - 1:  # the last token is never drafted
+          assert accepted == hit[at, 0]
+        at += 1 + accepted
+        hits += accepted
+  assert hits > 3
+  first = [np.concatenate([v[:, 0] for v, _ in got[s]]) for s in strengths]
+  assert np.array_equal(*first) == (temperature == 0)
+
+
 def test_entropy_and_features_against_a_loop():
   """`read` on a known answer: the same features and entropies one by one."""
   import jax
   import jax.numpy as jnp
 
-  from eagle_jax.bench.replay import Known
   from eagle_jax.models import masks
   from eagle_jax.models.target import Target
-  from eagle_jax.speculation.requests import Request
 
   target = engines.target(num_layers=1)
   prompt, answer = [3, 1, 4], [1, 5, 9, 2]

@@ -297,52 +297,63 @@ def _lost(fit, x, y) -> tuple[float, float]:
   return float((error**2).sum()), float(((y - base) ** 2).sum())
 
 
+@functools.partial(jax.jit, static_argnames="count")
+def _reading(m: Models, reads, tokens, first, count: int):
+  """[count, D] of a row's positions from `first` on: what the drafter makes of
+  each, from which it drafts the token two behind."""
+  apply = lambda *a, **k: m.drafter.apply({"params": m.drafter_params}, *a, **k)
+  after = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
+  out, _ = apply(
+    m.drafter.reads(tokens, after),
+    apply(reads, method="fuse"),
+    jnp.arange(tokens.shape[1])[None],
+    masks.Attend(own=masks.Causal()),
+    None,
+    None,
+    (),
+  )
+  return jax.lax.dynamic_slice_in_dim(out[0], first, count)
+
+
 @functools.cache
 def _children():
-  def run(m: Models, reads, tokens, params, seed):
-    """scores, hits [T, CHILDREN] of row t's children, of token t + 2."""
-    T = tokens.shape[1]
+  def run(m: Models, x, first, params, seed):
+    """children, scores [count, CHILDREN] of rows x of positions from `first`
+    on, at each strength of `params`: [strengths, count, CHILDREN]."""
     W = m.vocabulary.shape[0]
-    apply = lambda *a, **k: m.drafter.apply(
-      {"params": m.drafter_params}, *a, **k
-    )
-    after = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
-    out, _ = apply(
-      m.drafter.reads(tokens, after),
-      apply(reads, method="fuse"),
-      jnp.arange(T)[None],
-      masks.Attend(own=masks.Causal()),
-      None,
-      None,
-      (),
-    )
 
     def chunk(part):
       x, position = part
-      logits = apply(x[:, None], method="logits")
-      rows = jax.tree.map(lambda a: jnp.broadcast_to(a, CHUNK), params)
+      logits = m.drafter.apply(
+        {"params": m.drafter_params}, x[:, None], method="logits"
+      )
       noise = jax.lax.cond(
-        (params.temperature > 0) & (params.draft_noise > 0),
+        jnp.any((params.temperature > 0) & (params.draft_noise > 0)),
         lambda: gumbel(
           jnp.broadcast_to(seed, (CHUNK, 2)), position + 2, m.ends.shape[0]
         )[:, m.vocabulary],
         lambda: jnp.zeros((CHUNK, W)),
       )
-      best, scores = draft_children(
-        logits, min(CHILDREN, W), m.vocabulary, rows, noise
-      )
-      return best[:, 0], scores[:, 0]
 
+      def at_strength(one):
+        rows = jax.tree.map(lambda a: jnp.broadcast_to(a, CHUNK), one)
+        return draft_children(
+          logits, min(CHILDREN, W), m.vocabulary, rows, noise
+        )
+
+      best, scores = jax.lax.map(at_strength, params)
+      return best[:, :, 0], scores[:, :, 0]
+
+    count = len(x)
     best, scores = jax.lax.map(
       chunk,
       (
-        out[0].reshape(-1, CHUNK, out.shape[-1]),
-        jnp.arange(T).reshape(-1, CHUNK),
+        x.reshape(-1, CHUNK, x.shape[-1]),
+        first + jnp.arange(count).reshape(-1, CHUNK),
       ),
     )
-    flat = lambda a: a.reshape(T, -1)
-    hit = flat(best) == jnp.roll(tokens[0], -2)[:, None]
-    return flat(scores), hit
+    flat = lambda a: a.swapaxes(0, 1).reshape(a.shape[1], count, -1)
+    return flat(best), flat(scores)
 
   return jax.jit(
     run, compiler_options=engine.compiler_options(jax.default_backend())
@@ -354,39 +365,53 @@ def confidence(
   drafter: LoadedDrafter,
   known: Known,
   temperature: float,
-  noise: float,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-  """(confidence, accepted) [n, CHILDREN] of the root's children, by prompt.
+  noises: Sequence[float],
+) -> dict[float, list[tuple[np.ndarray, np.ndarray]]]:
+  """strength -> (confidence, accepted) [n, CHILDREN] of the root's children,
+  by prompt.
 
   Confidence is the score drafting ranks by: the drafter's probability, above
   temperature 0 tempered and, with shared noise, perturbed. Accepted: the
-  child is the target's own token.
+  child is the target's own token. The target reads each answer once for all
+  strengths.
+
+    prompt  p tokens         answer  a_0 a_1 a_2 ... a_{n-1}
+    row p - 1 drafts a_1, ..., row p + n - 3 drafts a_{n-1}
   """
   m = loading.models(target, drafter, tree.chain(1))
+  every = lambda value, kind=jnp.float32: jnp.full(len(noises), value, kind)
   params = SamplingParams(
-    temperature=jnp.float32(temperature),
-    top_k=jnp.int32(0),
-    top_p=jnp.float32(1),
-    min_p=jnp.float32(0),
-    repetition_penalty=jnp.float32(1),
-    draft_noise=jnp.float32(noise),
+    temperature=every(temperature),
+    top_k=every(0, jnp.int32),
+    top_p=every(1),
+    min_p=every(0),
+    repetition_penalty=every(1),
+    draft_noise=jnp.asarray(noises, jnp.float32),
   )
-  tokens, out = _padded(known), []
+  tokens, out = _padded(known), {noise: [] for noise in noises}
+  count = -(-max(map(len, known.answers)) // CHUNK) * CHUNK
   step = replay.READ_ROWS
   for at in range(0, len(tokens), step):
     reads, _ = replay.read(m, tokens[at : at + step])
     for b in range(len(reads)):
-      r, answer = known.requests[at + b], known.answers[at + b]
-      scores, hit = _children()(
-        m,
-        reads[b : b + 1],
-        tokens[at + b : at + b + 1],
-        params,
-        row_seed(r.seed, r.number, r.sample),
+      r, row = known.requests[at + b], tokens[at + b]
+      n = max(len(known.answers[at + b]) - 1, 0)
+      # the rows of interest, in a window that lies inside the sequence
+      p = len(r.prompt_ids) - 1
+      first = min(p, len(row) - count)
+      mine = slice(p - first, p - first + n)
+      best, scores = jax.device_get(
+        _children()(
+          m,
+          _reading(m, reads[b : b + 1], row[None], first, count),
+          first,
+          params,
+          row_seed(r.seed, r.number, r.sample),
+        )
       )
-      p = len(r.prompt_ids)  # row p - 1 drafts the answer's second token
-      span = slice(p - 1, p + len(answer) - 2)
-      out.append((np.exp(np.asarray(scores))[span], np.asarray(hit)[span]))
+      hit = best[:, mine] == row[p + 2 : p + 2 + n, None]
+      for noise, s, h in zip(noises, scores[:, mine], hit, strict=True):
+        out[noise].append((np.exp(s), h))
   return out
 
 

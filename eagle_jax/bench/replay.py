@@ -53,6 +53,18 @@ class Known:
   answers: list[list[int]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+  """How known answers are drafted.
+
+  draft_noise: strength of the shared noise; None = as each request has it.
+  """
+
+  drafter: LoadedDrafter
+  spec: TreeSpec
+  draft_noise: float | None = None
+
+
 def _extended(
   m: Models, state: DecodeState, features, next_tokens, last, length
 ) -> DecodeState:
@@ -217,45 +229,49 @@ def read(m: Models, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
 
 def replay(
   target: LoadedTarget,
-  drafter: LoadedDrafter,
+  draftings: dict[str, Drafting],
   known: Known,
-  specs: dict[str, TreeSpec],
   batch_size: int,
 ) -> dict[str, list[Row]]:
-  """Rows (without seconds) of each tree, for `measure.tau`.
+  """Rows (without seconds) of each drafting, for `measure.tau`.
 
   Answers go side by side with others of about their length, since a batch
-  runs until its last row ends. Each tree is compiled once: all batches have
+  runs until its last row ends. The target reads a batch once for all drafters
+  that read the same layers of it. Each tree is compiled once: all batches have
   the width of the longest row, and a short last one is filled with rows that
   are finished from the start.
   """
   n = len(known.requests)
-  rows: dict[str, list] = {name: [None] * n for name in specs}
-  models = {
-    name: loading.models(target, drafter, s) for name, s in specs.items()
-  }
+  rows: dict[str, list] = {name: [None] * n for name in draftings}
   B = min(batch_size, n)
-  deepest = max(s.levels for s in specs.values())
+  makers = {
+    name: Generator(target, d.drafter, "eagle", d.spec, B).engine
+    for name, d in draftings.items()
+  }
+  deepest = max(d.spec.levels for d in draftings.values())
   order = sorted(range(n), key=lambda i: -len(known.answers[i]))
   asked = [len(r.prompt_ids) for r in known.requests]
   whole = [p + len(a) for p, a in zip(asked, known.answers, strict=True)]
   # room for a prefill of the longest prompt and a cycle behind any row
   width = _rounded(max(whole) + deepest + 2)
   prompt_width = min(_rounded(max(asked)), width - 1)
-  bar = tqdm.tqdm(total=-(-n // B) * len(specs), unit="replay", leave=False)
+  bar = tqdm.tqdm(total=-(-n // B) * len(makers), unit="replay", leave=False)
   for at in range(0, n, B):
     chosen = order[at : at + B]
-    requests = [known.requests[i] for i in chosen]
     prompts, ends = np.ones(B, np.int32), np.ones(B, np.int32)
-    for b, i in enumerate(chosen):
-      prompts[b], ends[b] = asked[i], whole[i]
     tokens = np.zeros((B, width), np.int32)
     for b, i in enumerate(chosen):
+      prompts[b], ends[b] = asked[i], whole[i]
       tokens[b, : ends[b]] = [*known.requests[i].prompt_ids, *known.answers[i]]
-    features, _ = read(next(iter(models.values())), tokens)
-    for name, m in models.items():
+    features: dict[tuple[int, ...], jax.Array] = {}
+    for name, maker in makers.items():
       bar.set_description(f"{name}, answers from {at + 1}")
-      maker = Generator(target, drafter, "eagle", m.spec, B).engine
+      m, noise = maker.models, draftings[name].draft_noise
+      if m.target.taps not in features:
+        features[m.target.taps], _ = read(m, tokens)
+      requests = [known.requests[i] for i in chosen]
+      if noise is not None:
+        requests = [drawn_with(r, noise) for r in requests]
       state = _empty(m, B, width).replace(
         tokens=jnp.asarray(tokens),
         sampling=jax.tree.map(jnp.asarray, maker.sampling_of(requests)),
@@ -264,22 +280,26 @@ def replay(
         finished=jnp.arange(B) >= len(chosen),
       )
       accepts, cycles = jax.device_get(
-        _compiled("replay")(m, state, features, prompts, prompt_width)
+        _compiled("replay")(
+          m, state, features[m.target.taps], prompts, prompt_width
+        )
       )
       for b, i in enumerate(chosen):
         accept_lengths = accepts[b, : cycles[b]].tolist()
         rows[name][i] = Row(
-          known.answers[i],
-          accept_lengths,
-          0.0,
-          None,
-          i,
-          0.0,
-          len(known.requests[i].prompt_ids),
+          known.answers[i], accept_lengths, 0.0, None, i, 0.0, asked[i]
         )
       bar.update()
   bar.close()
   return rows
+
+
+def drawn_with(request: Request, draft_noise: float) -> Request:
+  """The request with this strength of the shared noise."""
+  return dataclasses.replace(
+    request,
+    sampling=dataclasses.replace(request.sampling, draft_noise=draft_noise),
+  )
 
 
 def _rounded(n: int) -> int:
@@ -414,9 +434,9 @@ def _run(f) -> None:
   before = _messages(pathlib.Path(f.history)) if f.history else []
   noises = _numbers("draft_noise", f.draft_noise, float) or [None]
   loading.check_window(f.drafter_window)
-  samplings = {
-    n: Sampling(f.temperature, top_p=f.top_p, draft_noise=n) for n in noises
-  }
+  sampling = Sampling(f.temperature, top_p=f.top_p)
+  for noise in noises:
+    dataclasses.replace(sampling, draft_noise=noise)  # refuses bad ones
   generation.use_compilation_cache()
   target, drafter = loading.load_pair(
     f.target, f.drafter, None, say, f.drafter_window
@@ -428,6 +448,13 @@ def _run(f) -> None:
         f"contexts: {context} must be from 1 to {most}, the target's"
         f" {target.config.max_positions} positions less max_new_tokens"
       )
+  draftings = {
+    name if noise is None else f"{name} noise {noise}": Drafting(
+      drafter, spec, noise
+    )
+    for noise in noises
+    for name, spec in specs.items()
+  }
   out = make_folder(f.out)
   figures = {}
   for suite, context in itertools.product(asked, contexts):
@@ -438,34 +465,31 @@ def _run(f) -> None:
         for i, q in enumerate(questions)
       ]
       suite = f"{suite} at {context}"
-    for noise, sampling in samplings.items():
-      known = plain_answers(
-        target,
-        questions,
-        sampling,
-        f.max_new_tokens,
-        f.seed,
-        f.batch_size,
-        out,
-        histories,
+    known = plain_answers(
+      target,
+      questions,
+      sampling,
+      f.max_new_tokens,
+      f.seed,
+      f.batch_size,
+      out,
+      histories,
+    )
+    for label, mine in replay(target, draftings, known, f.batch_size).items():
+      entry = {
+        "tau": measure.tau(mine),
+        "tau_without_loops": measure.tau(mine, loops=False),
+        "prompt_tokens": float(np.mean([r.prompt_tokens for r in mine])),
+        "accept_by_depth": measure.accept_by_depth(mine),
+        "prompts": len(mine),
+      }
+      figures.setdefault(label, {})[suite] = entry
+      depth = " ".join(f"{a:.2f}" for a in entry["accept_by_depth"])
+      print(
+        f"{suite:>12} {label:<24} tau {entry['tau']:.3f}, without loops"
+        f" {entry['tau_without_loops']:.3f}; by depth {depth}",
+        flush=True,
       )
-      rows = replay(target, drafter, known, specs, f.batch_size)
-      for name, mine in rows.items():
-        label = name if noise is None else f"{name} noise {noise}"
-        entry = {
-          "tau": measure.tau(mine),
-          "tau_without_loops": measure.tau(mine, loops=False),
-          "prompt_tokens": float(np.mean([r.prompt_tokens for r in mine])),
-          "accept_by_depth": measure.accept_by_depth(mine),
-          "prompts": len(mine),
-        }
-        figures.setdefault(label, {})[suite] = entry
-        depth = " ".join(f"{a:.2f}" for a in entry["accept_by_depth"])
-        print(
-          f"{suite:>12} {label:<24} tau {entry['tau']:.3f}, without loops"
-          f" {entry['tau_without_loops']:.3f}; by depth {depth}",
-          flush=True,
-        )
   for label, by_suite in figures.items() if contexts == [None] else ():
     for field in ("tau", "tau_without_loops"):
       by_suite[f"mean_{field}"] = float(

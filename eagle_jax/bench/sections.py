@@ -4,7 +4,7 @@ Each takes a `Study`, puts its numbers into `data` and returns a `Section`
 whose claims say plainly whether the argument holds.
 """
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,11 +13,12 @@ from eagle_jax import generation
 from eagle_jax.bench import evidence, measure, plots, speed
 from eagle_jax.bench.measure import Row
 from eagle_jax.bench.page import Claim, Section
-from eagle_jax.bench.replay import Known
+from eagle_jax.bench.replay import Drafting
 from eagle_jax.bench.study import Study, above, ordered, sign, span
 from eagle_jax.config import INPUTS
 from eagle_jax.training import acceptance, calibrate
 
+SPAN = ("value", "low", "high")
 WARM = (0.7, 1.0)  # temperatures at which shared noise is measured
 
 
@@ -143,10 +144,11 @@ def _trees(s: Study, data: dict) -> tuple[Section, Section]:
     "chain of 5": {6: "chain::5"},
   }
   names = sorted({n for k in kinds.values() for n in k.values()})
-  rows = s.replayed(s.drafter, s.all_known(0.0), names)
-  figures = {
-    n: evidence.tree_figures(rows[n], generation.named_tree(n)) for n in names
-  }
+  specs = {n: generation.named_tree(n) for n in names}
+  rows = s.replayed(
+    s.all_known(0.0), {n: Drafting(s.drafter, t) for n, t in specs.items()}
+  )
+  figures = {n: evidence.tree_figures(rows[n], specs[n]) for n in names}
   return _accept_chain(s, figures, data), _budget(s, kinds, rows, figures, data)
 
 
@@ -299,22 +301,6 @@ def _budget(
 
 
 def _inputs(s: Study, data: dict) -> Section:
-  known = s.all_known(0.0)
-  rows, labels = {}, {}
-  for label, drafter in s.ablations.items():
-    tree = s.dynamic(_middle(s), drafter)
-    found = s.replayed(drafter, known, ["chain::5", tree])
-    rows[label] = {"chain::5": found["chain::5"], "tree": found[tree]}
-    labels["tree"] = tree
-  data["inputs"] = {
-    label: {
-      labels.get(n, n): evidence.tree_figures(
-        r, generation.named_tree(labels.get(n, n))
-      )
-      for n, r in by.items()
-    }
-    for label, by in rows.items()
-  }
   section = Section(
     "inputs",
     "d. What the drafter should read",
@@ -327,71 +313,106 @@ def _inputs(s: Study, data: dict) -> Section:
     [],
     f"n = {s.prompts} answers at temperature 0, replayed.",
   )
-  if not rows:
+  data["inputs"] = figures = {}
+  data["inputs_by_suite"] = by_suite = {}
+  if not s.ablations:
     section.caption = (
       "Not measured: no --ablation drafters were given. Train them with"
       " configs/ablation_*.py and name each with --ablation FOLDER."
     )
     return section
-  by_input = {d.config.inputs: n for n, d in s.ablations.items()}
-  right = by_input.get("feature+token")
-  for other in INPUTS[1:]:
-    if right is None or other not in by_input:
-      continue
-    for key in ("chain::5", "tree"):
+  narrow = min(s.ablations.values(), key=lambda d: d.config.draft_vocab_size)
+  trees = {
+    n: generation.named_tree(n)
+    for n in ("chain::5", s.dynamic(_middle(s), narrow))
+  }
+  rows = s.replayed(
+    s.all_known(0.0),
+    {
+      (label, n): Drafting(drafter, spec)
+      for label, drafter in s.ablations.items()
+      for n, spec in trees.items()
+    },
+  )
+  for (label, n), mine in rows.items():
+    found = evidence.tree_figures(mine, trees[n])
+    figures.setdefault(label, {})[n] = found
+  right = INPUTS[0] if INPUTS[0] in s.ablations else None
+  others = [label for label in s.ablations if right and label != right]
+  for label in others:
+    named = evidence.INPUT_NAMES[label] + ("" if "+" in label else " alone")
+    for n in trees:
+      what = "chain" if n == "chain::5" else "tree"
       section.claims.append(
         ordered(
-          rows[right][key],
-          rows[by_input[other]][key],
-          f"Feature and token beat {evidence.INPUT_NAMES.get(other, other)}"
-          f"{' alone' if '+' not in other else ''},"
-          f" {'chain' if key != 'tree' else 'tree'}.",
-          labels.get(key, key),
+          rows[right, n],
+          rows[label, n],
+          f"Feature and token beat {named}, {what}.",
+          n,
         )
       )
-  section.plots = [plots.inputs(data["inputs"])]
+  parts = {key: s.by_suite(mine) for key, mine in rows.items()}
+  for suite, (label, n) in itertools.product(s.asked, rows):
+    mine = parts[label, n][suite]
+    found = dict(zip(SPAN, measure.tau_interval(mine), strict=True))
+    if label in others:
+      less = measure.tau_difference(mine, parts[right, n][suite])
+      found["less_than_right"] = dict(zip(SPAN, less, strict=True))
+    by_suite.setdefault(suite, {}).setdefault(label, {})[n] = found
+  section.plots = [plots.inputs(figures)]
   section.tables = [
     (
       ("reads", "tree", "tau (95%)", "accepted by step"),
       [
         (
           label,
-          tree,
+          n,
           span(f, "tau", 3),
           " ".join(f"{a:.2f}" for a in f["accept_by_depth"]),
         )
-        for label, by in data["inputs"].items()
-        for tree, f in by.items()
+        for label, by in figures.items()
+        for n, f in by.items()
       ],
-    )
+    ),
+    (
+      (
+        *("suite", "reads", "tree", "tau (95%)"),
+        f"{right or INPUTS[0]} less it (95%)",
+      ),
+      [
+        (
+          suite,
+          label,
+          n,
+          span(f),
+          span(f["less_than_right"], digits=3) if label in others else "",
+        )
+        for suite, by_label in by_suite.items()
+        for label, by in by_label.items()
+        for n, f in by.items()
+      ],
+    ),
   ]
   return section
 
 
 def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
   """tau of whole trees with this shared noise and without, suite by suite."""
-  trees = [
-    "chain::5",
-    s.dynamic(26 if 26 in s.budgets else max(s.budgets), s.drafter),
-  ]
+  trees = ("chain::5", s.dynamic(_middle(s), s.drafter))
   gains: dict[str, dict] = {}
   claims = []
   for t in WARM if strength else ():
     for suite in s.asked:
-      taus = {}
-      for noise in (0.0, strength):
-        known = s.known[suite, t]
-        requests = [
-          dataclasses.replace(
-            r, sampling=dataclasses.replace(r.sampling, draft_noise=noise)
-          )
-          for r in known.requests
-        ]
-        taus[noise] = s.replayed(
-          s.drafter, Known(requests, known.answers), trees
-        )
+      rows = s.replayed(
+        s.known[suite, t],
+        {
+          (n, noise): Drafting(s.drafter, generation.named_tree(n), noise)
+          for n in trees
+          for noise in (0.0, strength)
+        },
+      )
       for tree in trees:
-        off, on = taus[0.0][tree], taus[strength][tree]
+        off, on = rows[tree, 0.0], rows[tree, strength]
         value, low, high = measure.tau_difference(off, on)
         name = f"{suite}, T {t:g}, {tree}"
         gains[name] = {
@@ -415,14 +436,15 @@ def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
 def _confidence(s: Study, data: dict) -> Section:
   strength = s.drafter.config.draft_noise
   cold, warm = s.all_known(0.0), s.all_known(1.0)
-  curve = lambda known, t, noise: evidence.calibration(
-    evidence.confidence(s.target, s.drafter, known, t, noise)
-  )
   # every strength of the calibration, 0 and its own among them
-  found = {
-    noise: curve(warm, 1.0, noise)
-    for noise in sorted({*calibrate.STRENGTHS, strength})
+  strengths = sorted({*calibrate.STRENGTHS, strength})
+  curves_at = lambda known, t, noises: {
+    noise: evidence.calibration(pairs)
+    for noise, pairs in evidence.confidence(
+      s.target, s.drafter, known, t, noises
+    ).items()
   }
+  found = curves_at(warm, 1.0, strengths)
   first = lambda n: found[n]["first_child_accepted"]["value"]
   best = max(found, key=first)
   shown = strength or best
@@ -433,7 +455,7 @@ def _confidence(s: Study, data: dict) -> Section:
     " gains here are optimistic"
   )
   curves = {
-    "temperature 0": curve(cold, 0.0, 0.0),
+    "temperature 0": curves_at(cold, 0.0, [0.0])[0.0],
     "temperature 1": found[0.0],
     f"temperature 1, noise {shown:g}": found[shown],
   }

@@ -1,9 +1,9 @@
 """What all sections of the report read, and their common words."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
-from eagle_jax import generation
 from eagle_jax.bench import measure, replay
 from eagle_jax.bench.measure import Row
 from eagle_jax.bench.page import Claim
@@ -49,10 +49,16 @@ class Study:
     return acceptance.dynamic_name(nodes, levels, branch)
 
   def replayed(
-    self, drafter: LoadedDrafter, known: Known, names: Sequence[str]
+    self, known: Known, draftings: dict[str, replay.Drafting]
   ) -> dict[str, list[Row]]:
-    specs = {n: generation.named_tree(n) for n in names}
-    return replay.replay(self.target, drafter, known, specs, self.batch_size)
+    return replay.replay(self.target, draftings, known, self.batch_size)
+
+  def by_suite(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of `all_known`, in its order, suite by suite."""
+    left = iter(rows)
+    return {
+      s: list(itertools.islice(left, len(q))) for s, q in self.asked.items()
+    }
 
 
 def sign(entry: dict) -> bool | None:
