@@ -108,6 +108,11 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert data["speed"]["methods"]["plain"]["ratio_to_plain"] == 1
   assert all(m["diverged"] == 0 for m in data["speed"]["methods"].values())
   assert set(data["costs"]["verify"]) == {"1", "8"}
+  beside = data["overhead"]
+  assert beside["answers"] == 1 and beside["networks_ms"] > 0
+  assert beside["overhead"] == pytest.approx(
+    1 - beside["networks_ms"] / beside["cycle_ms"]
+  )
   assert "* marks the accepted path" in markdown
   assert report.UNFINISHED not in markdown + html
 
