@@ -133,7 +133,7 @@ def share_programs(patch) -> None:
     init(self, models, batch_size, context)
     key = (
       *(models.target, models.drafter, models.spec, models.lazy_head),
-      *(batch_size, self._width, self._most, models.mesh),
+      *(batch_size, self._width, self.most, models.mesh),
     )
     self.programs = _PROGRAMS.setdefault(key, {})
 

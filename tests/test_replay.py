@@ -45,7 +45,7 @@ def test_accept_lengths_are_those_of_decoding(window, monkeypatch):
       assert row.accept_lengths == result.accept_lengths
 
 
-def test_drafters_and_strengths_side_by_side_are_those_alone():
+def test_drafters_and_strengths_side_by_side_are_those_alone(monkeypatch):
   """One reading serves drafters that read the same layers, and no other."""
   target = engines.target()
   requests = [
@@ -57,12 +57,23 @@ def test_drafters_and_strengths_side_by_side_are_those_alone():
     requests, [r.token_ids for r in plain.generate(requests)]
   )
   spec = engines.DYNAMIC
+  drafters = {
+    "eagle": tiny.drafter(target, "eagle"),
+    "eagle3": tiny.drafter(target),
+    "other layers": tiny.drafter(target, taps=(0, 1, 2)),
+  }
+  assert drafters["eagle3"].config.taps != (0, 1, 2)
   together = {
-    (kind, noise): replay.Drafting(tiny.drafter(target, kind), spec, noise)
-    for kind in ("eagle", "eagle3")
+    (kind, noise): replay.Drafting(drafter, spec, noise)
+    for kind, drafter in drafters.items()
     for noise in (None, 0.0, 0.25, 1.0)
   }
+  readings, read = [], replay.read
+  monkeypatch.setattr(
+    replay, "read", lambda m, *a: readings.append(m) or read(m, *a)
+  )
   got = replay.replay(target, together, known, 3)
+  assert len(readings) == 3
   lengths = {}
   for key, d in together.items():
     noise = d.draft_noise

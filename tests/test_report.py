@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import types
 
 import engines
 import folders
@@ -14,7 +15,14 @@ from engines import unoptimised  # noqa: F401 (compiles fast)
 from refusals import refused
 
 from eagle_jax import Sampling, choice, loading
-from eagle_jax.bench import evidence, measure, page, replay
+from eagle_jax.bench import (
+  evidence,
+  measure,
+  page,
+  replay,
+  sections,
+  study,
+)
 from eagle_jax.bench.evidence import Read
 from eagle_jax.bench.replay import Known
 from eagle_jax.checkpoints import drafters
@@ -74,7 +82,7 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
     *(f"--ablation={d}" for d in models.ablations),
     suite(5),
     *("--max_new_tokens", "20", "--budgets", "6", "--trees", "chain::2"),
-    *("--speed_limit", "2", "--batch_size", "5", "--out", str(out)),
+    *("--speed_limit", "3", "--batch_size", "5", "--out", str(out)),
   )
   assert code == 0, capsys.readouterr().err
   data = json.loads((out / "report.json").read_text())
@@ -109,10 +117,9 @@ def test_the_whole_report(report, models, suite, tmp_path, monkeypatch, capsys):
   assert all(m["diverged"] == 0 for m in data["speed"]["methods"].values())
   assert set(data["costs"]["verify"]) == {"1", "8"}
   beside = data["overhead"]
-  assert beside["answers"] == 1 and beside["networks_ms"] > 0
-  assert beside["overhead"] == pytest.approx(
-    1 - beside["networks_ms"] / beside["cycle_ms"]
-  )
+  assert beside["answers"] == 3
+  share = 1 - beside["networks_ms"] / beside["cycle_ms"]
+  assert beside["overhead"]["value"] == pytest.approx(share)
   assert "* marks the accepted path" in markdown
   assert report.UNFINISHED not in markdown + html
 
@@ -199,6 +206,60 @@ def test_refused(report, models, suite, tmp_path, args, words, monkeypatch):
 
 
 # Figures ----------------------------------------------------------------------
+
+
+def test_inputs_are_told_suite_by_suite(monkeypatch):
+  """Differences pair the rows of one suite, and of no other."""
+  accepts = {  # of the prompts of a suite of two, and one of three
+    "feature+token": [[3, 1], [2], [1, 1], [0, 0], [4]],
+    "token": [[1], [0], [2, 0], [0], [1, 1]],
+  }
+  rows = {
+    label: [
+      measure.Row(
+        list(range(1, 2 + sum(a + 1 for a in mine))), mine, 0.0, None, i, 0.0, 1
+      )
+      for i, mine in enumerate(lengths)
+    ]
+    for label, lengths in accepts.items()
+  }
+  drafter = types.SimpleNamespace(
+    config=types.SimpleNamespace(draft_vocab_size=48)
+  )
+  s = study.Study(
+    None,
+    drafter,
+    dict.fromkeys(accepts, drafter),
+    {"a": [None] * 2, "b": [None] * 3},
+    {},
+    [8],
+    5,
+    0,
+    20,
+  )
+  monkeypatch.setattr(study.Study, "all_known", lambda *a: None)
+  monkeypatch.setattr(
+    study.Study,
+    "replayed",
+    lambda s, known, draftings: {
+      (label, n): rows[label] for label, n in draftings
+    },
+  )
+  data = {}
+  step = sections.steps([], 1, print)["inputs"]
+  (section,) = step(s, data)
+  assert len(section.claims) == 2
+  tau = lambda label, part: (
+    sum(sum(a + 1 for a in x) for x in accepts[label][part])
+    / sum(len(x) for x in accepts[label][part])
+  )
+  for suite, part in (("a", slice(0, 2)), ("b", slice(2, 5))):
+    for label in accepts:
+      found = data["inputs_by_suite"][suite][label]["chain::5"]
+      assert found["value"] == pytest.approx(tau(label, part))
+    less = found["less_than_right"]["value"]
+    want = tau("feature+token", part) - tau("token", part)
+    assert less == pytest.approx(want)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

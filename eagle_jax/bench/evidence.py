@@ -22,9 +22,9 @@ from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
 from eagle_jax.speculation import engine, tree
 from eagle_jax.speculation.sampling import (
-  SamplingParams,
   draft_children,
   gumbel,
+  one_setting,
   row_seed,
 )
 from eagle_jax.speculation.state import Models
@@ -114,9 +114,8 @@ def read(
 def _mean(values: Sequence[np.ndarray]) -> dict:
   """The mean over all values of all prompts, and its interval."""
   sums = np.array([[v.sum(), v.size] for v in values], float)
-  value, low, high = measure.bootstrap(sums, lambda s: s[..., 0] / s[..., 1])
-  n = int(sums[:, 1].sum())
-  return {"value": value, "low": low, "high": high, "n": n}
+  found = measure.bootstrap(sums, lambda s: s[..., 0] / s[..., 1])
+  return measure.interval(found) | {"n": int(sums[:, 1].sum())}
 
 
 def entropy(reads: Sequence[Read]) -> dict:
@@ -197,11 +196,12 @@ def smoothness(reads: Sequence[Read], table: np.ndarray, seed: int) -> dict:
       },
     }
   excess = lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3]
-  value, low, high = measure.bootstrap(
-    np.concatenate(sums, axis=1), lambda s: excess(s) - excess(s[..., 4:])
-  )
   # by how much neighbours stand out more among features
-  out["difference"] = {"value": value, "low": low, "high": high}
+  out["difference"] = measure.interval(
+    measure.bootstrap(
+      np.concatenate(sums, axis=1), lambda s: excess(s) - excess(s[..., 4:])
+    )
+  )
   return out
 
 
@@ -298,9 +298,9 @@ def _lost(fit, x, y) -> tuple[float, float]:
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _reading(m: Models, reads, tokens, first, count: int):
-  """[count, D] of a row's positions from `first` on: what the drafter makes of
-  each, from which it drafts the token two behind."""
+def _drafted(m: Models, reads, tokens, first, count: int):
+  """[count, D], the drafter's outputs from position `first` of a row on; that
+  of position t drafts token t + 2."""
   apply = lambda *a, **k: m.drafter.apply({"params": m.drafter_params}, *a, **k)
   after = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
   out, _ = apply(
@@ -318,8 +318,8 @@ def _reading(m: Models, reads, tokens, first, count: int):
 @functools.cache
 def _children():
   def run(m: Models, x, first, params, seed):
-    """children, scores [count, CHILDREN] of rows x of positions from `first`
-    on, at each strength of `params`: [strengths, count, CHILDREN]."""
+    """children (target ids) and scores [strengths, count, children] of the
+    drafter's outputs x of positions from `first` on."""
     W = m.vocabulary.shape[0]
 
     def chunk(part):
@@ -379,14 +379,8 @@ def confidence(
     row p - 1 drafts a_1, ..., row p + n - 3 drafts a_{n-1}
   """
   m = loading.models(target, drafter, tree.chain(1))
-  every = lambda value, kind=jnp.float32: jnp.full(len(noises), value, kind)
-  params = SamplingParams(
-    temperature=every(temperature),
-    top_k=every(0, jnp.int32),
-    top_p=every(1),
-    min_p=every(0),
-    repetition_penalty=every(1),
-    draft_noise=jnp.asarray(noises, jnp.float32),
+  params = one_setting(len(noises), temperature, 0.0).replace(
+    draft_noise=jnp.asarray(noises, jnp.float32)
   )
   tokens, out = _padded(known), {noise: [] for noise in noises}
   count = -(-max(map(len, known.answers)) // CHUNK) * CHUNK
@@ -395,21 +389,20 @@ def confidence(
     reads, _ = replay.read(m, tokens[at : at + step])
     for b in range(len(reads)):
       r, row = known.requests[at + b], tokens[at + b]
-      n = max(len(known.answers[at + b]) - 1, 0)
-      # the rows of interest, in a window that lies inside the sequence
-      p = len(r.prompt_ids) - 1
-      first = min(p, len(row) - count)
-      mine = slice(p - first, p - first + n)
+      p, n = len(r.prompt_ids), len(known.answers[at + b])
+      # rows p - 1 .. p + n - 3, in a window that lies inside the sequence
+      first = min(p - 1, len(row) - count)
+      mine = slice(p - 1 - first, p + n - 2 - first)
       best, scores = jax.device_get(
         _children()(
           m,
-          _reading(m, reads[b : b + 1], row[None], first, count),
+          _drafted(m, reads[b : b + 1], row[None], first, count),
           first,
           params,
           row_seed(r.seed, r.number, r.sample),
         )
       )
-      hit = best[:, mine] == row[p + 2 : p + 2 + n, None]
+      hit = best[:, mine] == row[p + 1 : p + n, None]
       for noise, s, h in zip(noises, scores[:, mine], hit, strict=True):
         out[noise].append((np.exp(s), h))
   return out

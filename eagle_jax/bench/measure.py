@@ -203,6 +203,11 @@ def bootstrap(
   return float(figure(sums.sum(0))), float(low), float(high)
 
 
+def interval(found: tuple[float, float, float]) -> dict[str, float]:
+  """What `bootstrap` returns, as it is written to files."""
+  return dict(zip(("value", "low", "high"), found, strict=True))
+
+
 def tau_interval(rows: Sequence[Row]) -> tuple[float, float, float]:
   """tau and its 95% interval."""
   sums = by_question(rows, lambda r: _kept(r, True))

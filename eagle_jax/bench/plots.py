@@ -231,17 +231,17 @@ def speed(methods: dict[str, dict], costs: dict) -> str:
   left.set(ylim=(0, None))
   left.set_xlabel("node budget M, the root counted")
   left.set_ylabel("verify(M), ms")
-  shares = {
-    n: m["shares"] for n, m in methods.items() if m.get("shares") is not None
-  }
-  at = np.arange(len(shares))[::-1]
-  start = np.zeros(len(shares))
-  for part, colour in (("draft", ORANGE), ("verify", BLUE), ("rest", GREY)):
-    values = np.array([max(s[part], 0) for s in shares.values()])
-    right.barh(at, values, 0.6, left=start, color=colour, label=part)
+  known = {n: f for n, f in methods.items() if "verify_ms" in f}
+  at = np.arange(len(known))[::-1]
+  start = np.zeros(len(known))
+  for part, colour in (("draft", ORANGE), ("verify", BLUE)):
+    values = np.array([f[f"{part}_ms"] for f in known.values()])
+    right.barh(at, values, 0.6, left=start, color=colour, label=f"{part} alone")
     start += values
-  right.set_yticks(at, list(shares))
+  whole = [f["cycle_ms"] for f in known.values()]
+  right.plot(whole, at, "|", color="black", ms=16, mew=2, label="cycle")
+  right.set_yticks(at, list(known))
   right.grid(axis="y", visible=False)
-  right.set_xlabel("share of a cycle's time")
+  right.set_xlabel("ms")
   right.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=3)
   return _svg(figure)

@@ -15,7 +15,8 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,8 @@ from eagle_jax.speculation.requests import Request, check_seed
 from eagle_jax.speculation.state import DecodeState, Models
 from eagle_jax.speculation.tree import Tree, TreeSpec
 from eagle_jax.training import chats
+
+Name = TypeVar("Name", bound=Hashable)  # of a drafting, a text or several
 
 READ_ROWS = 4  # of known sequences that the target reads together
 READ_TOKENS = 512  # of all prompts that the drafter reads together
@@ -229,10 +232,10 @@ def read(m: Models, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
 
 def replay(
   target: LoadedTarget,
-  draftings: dict[str, Drafting],
+  draftings: dict[Name, Drafting],
   known: Known,
   batch_size: int,
-) -> dict[str, list[Row]]:
+) -> dict[Name, list[Row]]:
   """Rows (without seconds) of each drafting, for `measure.tau`.
 
   Answers go side by side with others of about their length, since a batch
@@ -242,9 +245,9 @@ def replay(
   are finished from the start.
   """
   n = len(known.requests)
-  rows: dict[str, list] = {name: [None] * n for name in draftings}
+  rows: dict[Name, list] = {name: [None] * n for name in draftings}
   B = min(batch_size, n)
-  makers = {
+  engines = {
     name: Generator(target, d.drafter, "eagle", d.spec, B).engine
     for name, d in draftings.items()
   }
@@ -255,7 +258,7 @@ def replay(
   # room for a prefill of the longest prompt and a cycle behind any row
   width = _rounded(max(whole) + deepest + 2)
   prompt_width = min(_rounded(max(asked)), width - 1)
-  bar = tqdm.tqdm(total=-(-n // B) * len(makers), unit="replay", leave=False)
+  bar = tqdm.tqdm(total=-(-n // B) * len(engines), unit="replay", leave=False)
   for at in range(0, n, B):
     chosen = order[at : at + B]
     prompts, ends = np.ones(B, np.int32), np.ones(B, np.int32)
@@ -264,9 +267,10 @@ def replay(
       prompts[b], ends[b] = asked[i], whole[i]
       tokens[b, : ends[b]] = [*known.requests[i].prompt_ids, *known.answers[i]]
     features: dict[tuple[int, ...], jax.Array] = {}
-    for name, maker in makers.items():
-      bar.set_description(f"{name}, answers from {at + 1}")
-      m, noise = maker.models, draftings[name].draft_noise
+    for name, one in engines.items():
+      words = name if isinstance(name, tuple) else (name,)
+      bar.set_description(f"{' '.join(map(str, words))}, {at + 1} on")
+      m, noise = one.models, draftings[name].draft_noise
       if m.target.taps not in features:
         features[m.target.taps], _ = read(m, tokens)
       requests = [known.requests[i] for i in chosen]
@@ -274,8 +278,8 @@ def replay(
         requests = [drawn_with(r, noise) for r in requests]
       state = _empty(m, B, width).replace(
         tokens=jnp.asarray(tokens),
-        sampling=jax.tree.map(jnp.asarray, maker.sampling_of(requests)),
-        seeds=jnp.asarray(maker.seeds_of(requests)),
+        sampling=jax.tree.map(jnp.asarray, one.sampling_of(requests)),
+        seeds=jnp.asarray(one.seeds_of(requests)),
         limit=jnp.asarray(ends),
         finished=jnp.arange(B) >= len(chosen),
       )

@@ -18,7 +18,6 @@ from eagle_jax.bench.study import Study, above, ordered, sign, span
 from eagle_jax.config import INPUTS
 from eagle_jax.training import acceptance, calibrate
 
-SPAN = ("value", "low", "high")
 WARM = (0.7, 1.0)  # temperatures at which shared noise is measured
 
 
@@ -354,10 +353,11 @@ def _inputs(s: Study, data: dict) -> Section:
   parts = {key: s.by_suite(mine) for key, mine in rows.items()}
   for suite, (label, n) in itertools.product(s.asked, rows):
     mine = parts[label, n][suite]
-    found = dict(zip(SPAN, measure.tau_interval(mine), strict=True))
+    found = measure.interval(measure.tau_interval(mine))
     if label in others:
-      less = measure.tau_difference(mine, parts[right, n][suite])
-      found["less_than_right"] = dict(zip(SPAN, less, strict=True))
+      found["less_than_right"] = measure.interval(
+        measure.tau_difference(mine, parts[right, n][suite])
+      )
     by_suite.setdefault(suite, {}).setdefault(label, {})[n] = found
   section.plots = [plots.inputs(figures)]
   section.tables = [
@@ -397,7 +397,8 @@ def _inputs(s: Study, data: dict) -> Section:
 
 
 def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
-  """tau of whole trees with this shared noise and without, suite by suite."""
+  """tau with this shared noise and without, of a chain and a middle-sized
+  dynamic tree, suite by suite."""
   trees = ("chain::5", s.dynamic(_middle(s), s.drafter))
   gains: dict[str, dict] = {}
   claims = []
@@ -413,12 +414,8 @@ def _gains(s: Study, strength: float) -> tuple[dict[str, dict], list[Claim]]:
       )
       for tree in trees:
         off, on = rows[tree, 0.0], rows[tree, strength]
-        value, low, high = measure.tau_difference(off, on)
         name = f"{suite}, T {t:g}, {tree}"
-        gains[name] = {
-          "value": value,
-          "low": low,
-          "high": high,
+        gains[name] = measure.interval(measure.tau_difference(off, on)) | {
           "without": measure.tau(off),
           "with": measure.tau(on),
           "prompts": len(on),

@@ -24,7 +24,7 @@ class Measured:
   choice: of --tree auto; None where nothing is known of the acceptance.
   auto: the name of its method. specs: tree of each EAGLE method. parts: costs
   of passes alone. rows: answers of each method. figures: their summary, with
-  cycle_ms, and for trees that `parts` covers the shares of a cycle.
+  cycle_ms, and for trees that `parts` covers draft_ms and verify_ms, alone.
   overhead: of the tree of --tree auto, see `overhead.of_answers`.
   """
 
@@ -82,13 +82,8 @@ def _figures(
     f["cycle_ms"] = cycle * 1e3
     spec = specs.get(name)
     if spec and spec.num_nodes <= max(parts.verify):
-      draft = parts.drafting(spec)
-      verify = parts.verifying(spec.num_nodes, f["tau"])
-      f["shares"] = {
-        "draft": draft / cycle,
-        "verify": verify / cycle,
-        "rest": 1 - (draft + verify) / cycle,
-      }
+      f["draft_ms"] = parts.drafting(spec) * 1e3
+      f["verify_ms"] = parts.verifying(spec.num_nodes, f["tau"]) * 1e3
   return figures
 
 
@@ -122,12 +117,17 @@ def _claims(m: Measured) -> list[Claim]:
         f"{value:.2f} of {best}, 95% {low:.2f} to {high:.2f}",
       )
     )
-  o = m.overhead
+  if not m.overhead:
+    return claims
+  o, within = m.overhead, m.overhead["overhead"]
   claims.append(
     Claim(
       f"A cycle spends under {OVERHEAD:.0%} beside its two networks.",
-      sign({"low": OVERHEAD - o["high"], "high": OVERHEAD - o["low"]}),
-      f"{o['overhead']:.1%}, 95% {o['low']:.1%} to {o['high']:.1%}: cycles of"
+      sign(
+        {"low": OVERHEAD - within["high"], "high": OVERHEAD - within["low"]}
+      ),
+      f"{within['value']:.1%}, 95% {within['low']:.1%} to"
+      f" {within['high']:.1%}: cycles of"
       f" {o['cycle_ms']:.1f} ms with --tree auto, their networks alone"
       f" {o['networks_ms']:.1f} ms, {o['answers']} answers in turn",
     )
@@ -136,7 +136,7 @@ def _claims(m: Measured) -> list[Claim]:
 
 
 def _tables(m: Measured) -> list[tuple]:
-  share = lambda f, p: f"{f['shares'][p]:.0%}" if "shares" in f else ""
+  alone = lambda f, part: f"{f[part]:.1f}" if part in f else ""
   rows = [
     (
       n,
@@ -144,7 +144,7 @@ def _tables(m: Measured) -> list[tuple]:
       f"{f['tokens_per_s']:.1f}",
       f"{f['ratio_to_plain']:.2f} ({f['ratio_low']:.2f}–{f['ratio_high']:.2f})",
       f"{f['cycle_ms']:.1f}",
-      *tuple(share(f, p) for p in ("draft", "verify", "rest")),
+      *(alone(f, part) for part in ("draft_ms", "verify_ms")),
     )
     for n, f in m.figures.items()
   ]
@@ -153,7 +153,7 @@ def _tables(m: Measured) -> list[tuple]:
     (
       (
         *("method", "tau", "tokens/s", "ratio to plain (95%)", "cycle, ms"),
-        *("draft", "verify", "rest"),
+        *("drafting alone, ms", "verifying alone, ms"),
       ),
       rows,
     ),
@@ -246,9 +246,9 @@ def section(
   beside = None
   if made:
     say("timing the networks of a cycle alone")
-    first = [q for qs in s.asked.values() for q in qs[: -(-limit // 2)]]
+    first = [q for qs in s.asked.values() for q in qs[:limit]]
     data["overhead"] = beside = overhead.of_answers(
-      methods[auto],
+      methods[auto].engine,
       [
         replay.first_turn(s.target, q, Sampling(), s.max_new_tokens, s.seed)
         for q in first
@@ -267,14 +267,13 @@ def section(
     "speed",
     "g. Tokens a second, and where the time goes",
     "Methods answer the same prompts in turn. verify(M) is one target pass over"
-    " M nodes; drafting and verifying are timed alone, the rest is what a cycle"
-    " takes beyond them. What is not the networks' own arithmetic is measured"
-    " apart: a loop of a cycle's networks alone, in turn with answers.",
+    " M nodes. Drafting and verifying are timed alone, which takes longer than"
+    " inside a cycle; what a cycle spends beside its two networks is therefore"
+    " measured with a loop of those networks, in turn with answers.",
     _claims(m),
     [plots.speed(m.figures, data["costs"])],
     _tables(m),
     f"n = {count} prompts, first turns, temperature 0, at most"
-    f" {s.max_new_tokens} new tokens. A rest below 0: the parts took longer"
-    " alone than inside a cycle; the shares are too large by as much.",
+    f" {s.max_new_tokens} new tokens.",
     _drawn(s, methods[max(specs, key=lambda n: specs[n].num_nodes)]),
   )

@@ -49,8 +49,8 @@ class Study:
     return acceptance.dynamic_name(nodes, levels, branch)
 
   def replayed(
-    self, known: Known, draftings: dict[str, replay.Drafting]
-  ) -> dict[str, list[Row]]:
+    self, known: Known, draftings: dict[replay.Name, replay.Drafting]
+  ) -> dict[replay.Name, list[Row]]:
     return replay.replay(self.target, draftings, known, self.batch_size)
 
   def by_suite(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -82,8 +82,8 @@ def ordered(
 ) -> Claim:
   """A claim that one tau is at least another, by the paired interval; text and
   names as in `above`."""
-  value, low, high = measure.tau_difference(worse, better)
-  return above({"value": value, "low": low, "high": high}, text, names)
+  found = measure.interval(measure.tau_difference(worse, better))
+  return above(found, text, names)
 
 
 def span(entry: dict, name: str = "value", digits: int = 2) -> str:

@@ -127,8 +127,9 @@ class Engine:
   """Decodes batches of requests with one set of `Models`.
 
   compile_seconds and programs tell what was compiled; `fetches` counts the
-  device-to-host transfers. Where the models lie on a mesh, so does the state,
-  its rows shared out over the data axis.
+  device-to-host transfers; `most` is the largest capacity of the caches. Where
+  the models lie on a mesh, so does the state, its rows shared out over the data
+  axis.
   """
 
   def __init__(self, models: Models, batch_size: int, context: int | None):
@@ -149,7 +150,7 @@ class Engine:
     self.programs: dict[tuple, object] = {}
     self.fetches = 0
     self._width = self.context + max(PREFILL_BUCKETS[-1], self.step) + 2
-    self._most = self.context + max(self.step, PREFILL_BUCKETS[-1])
+    self.most = self.context + max(self.step, PREFILL_BUCKETS[-1])
     self._ends = np.asarray(models.ends)
     self._state: DecodeState | None = None
     self._rows: list[list[int]] = [[] for _ in range(batch_size)]
@@ -234,9 +235,9 @@ class Engine:
 
   def _capacities(self, first: int, last: int) -> list[int]:
     """All buckets from the one that holds `first` slots to `last` slots."""
-    found = [capacity_for(first, self._most)]
+    found = [capacity_for(first, self.most)]
     while found[-1] < last:
-      found.append(capacity_for(found[-1] + 1, self._most))
+      found.append(capacity_for(found[-1] + 1, self.most))
     return found
 
   def _prepare(
@@ -329,7 +330,7 @@ class Engine:
     plan = prefill_plan(max(n - k for n, k in zip(lengths, kept, strict=True)))
     first = slots_needed(plan, lengths, kept, self.step)
     held = kv_cache.capacity(self._state.cache) if reuse else 0
-    capacity = capacity_for(max(first, held), self._most)
+    capacity = capacity_for(max(first, held), self.most)
     last = max(max(limits) - 1 + self.step, capacity)
     self._prepare(plan, capacity, last, watch, watch_trees)
     if held and capacity > held:
@@ -416,7 +417,7 @@ class Engine:
       if not live:
         break
       if int(out.length.max()) + self.step > capacity:
-        larger = capacity_for(int(out.length.max()) + self.step, self._most)
+        larger = capacity_for(int(out.length.max()) + self.step, self.most)
         state = self._program("resize", capacity, larger)(state)
         capacity = larger
       if watch_trees:
@@ -521,7 +522,7 @@ class Engine:
       live = np.asarray([row is not None for row in rows])
       if not live.any():
         return
-      fitting = capacity_for(int(lengths[live].max()) + self.step, self._most)
+      fitting = capacity_for(int(lengths[live].max()) + self.step, self.most)
       if int(lengths.max()) + self.step > fitting:
         # a cycle writes behind rows that ended, too
         state = self._program("stop", capacity)(
@@ -549,7 +550,7 @@ class Engine:
     self.check(request)
     n = len(request.prompt_ids)
     plan = prefill_plan(n)
-    capacity = capacity_for(slots_needed(plan, [n], [0], self.step), self._most)
+    capacity = capacity_for(slots_needed(plan, [n], [0], self.step), self.most)
     self._prepare_prefill(plan, capacity)
     began = time.perf_counter()
     limit = min(n + request.max_new_tokens, self.context)
