@@ -89,4 +89,5 @@ def ordered(
 def span(entry: dict, name: str = "value", digits: int = 2) -> str:
   """A figure with its interval, to read."""
   f = f".{digits}f"
-  return f"{entry[name]:{f}} ({entry['low']:{f}}–{entry['high']:{f}})"
+  between = " to " if entry["low"] < 0 else "–"  # -0.1–0.2 reads as -0.1, -0.2
+  return f"{entry[name]:{f}} ({entry['low']:{f}}{between}{entry['high']:{f}})"
