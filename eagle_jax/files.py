@@ -1,5 +1,6 @@
 """Output folders, and files that a kill never leaves half written."""
 
+import json
 import pathlib
 
 from eagle_jax.errors import InputError
@@ -15,6 +16,16 @@ def make_folder(name: str) -> pathlib.Path:
       f"out {name!r} cannot be made a folder ({e.strerror})"
     ) from None
   return folder
+
+
+def read_kept(file: pathlib.Path):
+  """What an earlier run left as JSON."""
+  try:
+    return json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as e:
+    raise InputError(
+      f"{file} is damaged ({e}): remove it, and it is made anew"
+    ) from None
 
 
 def write_whole(file: pathlib.Path, text: str) -> None:

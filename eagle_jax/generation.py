@@ -78,10 +78,13 @@ def tree_spec(
 def named_tree(name: str) -> TreeSpec:
   """kind[:nodes[:levels[:branch]]], a part left empty where it is default."""
   kind, *sizes = name.split(":")
+  if len(sizes) > 3 or not all(s.isdecimal() for s in sizes if s):
+    raise InputError(
+      f"tree {name!r} must be kind[:nodes[:levels[:branch]]] in whole numbers"
+    )
   try:
-    numbers = [int(s) if s else None for s in sizes]
-    return tree_spec(kind, *numbers)
-  except (ValueError, TypeError) as e:
+    return tree_spec(kind, *(int(s) if s else None for s in sizes))
+  except ValueError as e:
     raise InputError(f"tree {name!r}: {e}") from None
 
 

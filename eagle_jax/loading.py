@@ -248,7 +248,7 @@ def load_pair(
   if drafter is None and not is_default(target):
     raise InputError(
       f"no drafter for target {target!r}: give one (--drafter), or decode"
-      " plainly (--method plain)"
+      " plainly (decode.py --method plain)"
     )
   loaded = load_target(target, dtype, say, mesh)
   name = drafter or DEFAULT_DRAFTER

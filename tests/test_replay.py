@@ -141,11 +141,44 @@ def test_tree_names(name, want):
 
 
 @pytest.mark.parametrize(
-  "name", ["oak", "dynamic:x", "dynamic:2:6:1", "a:b:c:d:e"]
+  "name",
+  [
+    "oak",
+    "dynamic:x",
+    "dynamic:2:6:1",
+    "a:b:c:d:e",
+    "chain:1:1:1:1",
+    "chain:²",
+  ],
 )
 def test_bad_tree_names(name):
   with pytest.raises(replay.InputError, match=name):
     generation.named_tree(name)
+
+
+def test_a_tau_of_no_cycles_is_a_dash():
+  known = {"tau": 1.25, "tau_without_loops": None}
+  line = replay._line("gsm8k", "chain::1", known)
+  words = " ".join(line.split())
+  assert words == "gsm8k chain::1 tau 1.250, without loops -"
+
+
+def test_damaged_answers_are_named(tmp_path, monkeypatch):
+  target = engines.target()
+  monkeypatch.setattr(
+    replay.text, "encode_messages", lambda tokenizer, m: [1, 2, 3]
+  )
+  question = replay.suites.Question(7, "", ("x",))
+  make = lambda: replay.plain_answers(
+    target, [question], Sampling(), 8, 0, 1, tmp_path
+  )
+  answers = make().answers
+  (file,) = tmp_path.iterdir()
+  file.write_text(file.read_text()[:5])
+  with pytest.raises(replay.InputError, match=f"{file.name} is damaged"):
+    make()
+  file.unlink()
+  assert make().answers == answers
 
 
 def test_known_tokens_end_a_replay_exactly():

@@ -31,7 +31,7 @@ from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.files import make_folder, write_whole
+from eagle_jax.files import make_folder, read_kept, write_whole
 from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.models import masks
@@ -382,7 +382,7 @@ def plain_answers(
   digest = hashlib.sha256(key.encode()).hexdigest()[:16]
   file = folder / f"answers-{digest}.json"
   if file.exists():
-    answers = json.loads(file.read_text())
+    answers = read_kept(file)
   else:
     plain = Generator(target, None, "plain", None, batch_size).engine
     answers = [r.token_ids for r in plain.generate(requests)]
@@ -423,14 +423,23 @@ def _numbers(flag: str, given: Sequence[str], kind: type) -> list:
     ) from None
 
 
+def _line(suite: str, label: str, entry: dict[str, float | None]) -> str:
+  """- stands for the tau of answers that end at their first token."""
+  taus = (entry["tau"], entry["tau_without_loops"])
+  tau, without = ("-" if t is None else f"{t:.3f}" for t in taus)
+  return f"{suite:>12} {label:<24} tau {tau}, without loops {without}"
+
+
 def _run(f) -> None:
   say = lambda line: print(line, file=sys.stderr, flush=True)
   specs = {name: generation.named_tree(name) for name in f.trees}
   if not specs:
     raise InputError("--trees is empty: name one, such as dynamic:60:6:10")
   check_seed(f.seed)
-  if f.batch_size < 1 or f.limit < 0 or f.max_new_tokens < 1:
-    raise InputError("batch_size, max_new_tokens from 1 and limit from 0")
+  # an answer's first token comes from its prefill, with no cycle
+  for name, least in (("batch_size", 1), ("limit", 0), ("max_new_tokens", 2)):
+    if f[name].value < least:
+      raise InputError(f"{name} {f[name].value} must be at least {least}")
   asked = suites.read_all(f.suite, f.limit)
   if bool(f.history) != bool(f.contexts):
     raise InputError("--history and --contexts go together: give both")
@@ -489,20 +498,14 @@ def _run(f) -> None:
       }
       figures.setdefault(label, {})[suite] = entry
       depth = " ".join(f"{a:.2f}" for a in entry["accept_by_depth"])
-      print(
-        f"{suite:>12} {label:<24} tau {entry['tau']:.3f}, without loops"
-        f" {entry['tau_without_loops']:.3f}; by depth {depth}",
-        flush=True,
-      )
+      print(f"{_line(suite, label, entry)}; by depth {depth}", flush=True)
   for label, by_suite in figures.items() if contexts == [None] else ():
+    entries, mean = list(by_suite.values()), {}
     for field in ("tau", "tau_without_loops"):
-      by_suite[f"mean_{field}"] = float(
-        np.mean([e[field] for e in by_suite.values() if isinstance(e, dict)])
-      )
-    print(
-      f"{'mean':>12} {label:<24} tau {by_suite['mean_tau']:.3f}, without loops"
-      f" {by_suite['mean_tau_without_loops']:.3f}"
-    )
+      known = [e[field] for e in entries if e[field] is not None]
+      mean[field] = float(np.mean(known)) if known else None
+      by_suite[f"mean_{field}"] = mean[field]
+    print(_line("mean", label, mean))
   names = ("target", "drafter", "drafter_window", "history", "contexts")
   names += ("temperature", "top_p", "seed", "limit", "max_new_tokens")
   said = {n: f[n].value for n in names}
@@ -533,5 +536,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("batch_size", 30, "Prompts side by side.")
   flags.DEFINE_string("target", loading.DEFAULT_TARGET, "As in decode.py.")
   flags.DEFINE_string("drafter", None, "As in decode.py.")
-  flags.DEFINE_string("out", "replay_out", "Folder of answers and figures.")
+  flags.DEFINE_string(
+    "out", "replay_out", "Folder: answers are kept, replay.json is made anew."
+  )
   script.run("replay", _run)

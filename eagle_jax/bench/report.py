@@ -33,7 +33,7 @@ from eagle_jax.bench import (
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import INPUTS, Sampling
 from eagle_jax.errors import InputError
-from eagle_jax.files import make_folder, write_whole
+from eagle_jax.files import make_folder, read_kept, write_whole
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation.requests import check_seed
 
@@ -127,7 +127,7 @@ def _kept(
     made = [dataclasses.asdict(part) for part in step(s, numbers)]
     file.parent.mkdir(exist_ok=True)
     write_whole(file, json.dumps({"sections": made, "numbers": numbers}))
-  kept = json.loads(file.read_text())
+  kept = read_kept(file)
   parts = [
     page.Section(**p | {"claims": [page.Claim(**c) for c in p["claims"]]})
     for p in kept["sections"]

@@ -22,8 +22,12 @@ class Question:
 def read_all(files: Sequence[str], limit: int) -> dict[str, list[Question]]:
   """Suites by file name; none = the shipped prompts."""
   paths = [pathlib.Path(f) for f in files] or [SHIPPED]
-  if len({p.stem for p in paths}) != len(paths):
-    raise InputError("two suites have the same file name: rename one")
+  stems = [p.stem for p in paths]
+  for stem in stems:
+    if stems.count(stem) > 1:
+      raise InputError(
+        f"two suites have the same file name {stem!r}: rename one"
+      )
   return {p.stem: read(p, limit) for p in paths}
 
 
