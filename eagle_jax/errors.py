@@ -10,6 +10,18 @@ class InputError(ValueError):
   """
 
 
+def check_least(given: object, **least: int) -> None:
+  """Refuses values below what their names may have.
+
+  Args:
+    given: has the values as attributes (flags, options).
+  """
+  for name, bound in least.items():
+    value = getattr(given, name)
+    if value < bound:
+      raise InputError(f"{name} {value} must be at least {bound}")
+
+
 def differences(there: Mapping, here: Mapping, names: Iterable[str]) -> str:
   """Of the named fields those that differ, "mlp_size 48 there, 64 here; ..";
   an empty text where none does."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from absl.flags import ListParser
 
 from eagle_jax import generation, loading, prompts
-from eagle_jax.errors import InputError
+from eagle_jax.errors import InputError, check_least
 from eagle_jax.speculation import requests
 
 
@@ -137,9 +137,7 @@ def inputs(o: DecodeOptions) -> list[str | list[dict] | list[int]] | None:
 def check(o: DecodeOptions) -> None:
   """Refuses bad values before any weight is read."""
   loading.check_dtype(o.dtype)
-  for name in ("num_samples", "max_new_tokens", "batch_size"):
-    if getattr(o, name) < 1:
-      raise InputError(f"{name} {getattr(o, name)} must be at least 1")
+  check_least(o, num_samples=1, max_new_tokens=1, batch_size=1)
   generation.check_method(o.method)
   if o.tree not in ("auto", *generation.TREES):
     raise InputError(

@@ -30,7 +30,7 @@ from eagle_jax.bench.measure import Row
 from eagle_jax.bench.suites import Question
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import Sampling
-from eagle_jax.errors import InputError
+from eagle_jax.errors import InputError, check_least
 from eagle_jax.files import make_folder, read_kept, write_whole
 from eagle_jax.generation import Generator
 from eagle_jax.loading import LoadedTarget
@@ -437,9 +437,7 @@ def _run(f) -> None:
     raise InputError("--trees is empty: name one, such as dynamic:60:6:10")
   check_seed(f.seed)
   # an answer's first token comes from its prefill, with no cycle
-  for name, least in (("batch_size", 1), ("limit", 0), ("max_new_tokens", 2)):
-    if f[name].value < least:
-      raise InputError(f"{name} {f[name].value} must be at least {least}")
+  check_least(f, batch_size=1, limit=0, max_new_tokens=2)
   asked = suites.read_all(f.suite, f.limit)
   if bool(f.history) != bool(f.contexts):
     raise InputError("--history and --contexts go together: give both")

@@ -32,7 +32,7 @@ from eagle_jax.bench import (
 )
 from eagle_jax.checkpoints.drafters import LoadedDrafter
 from eagle_jax.config import INPUTS, Sampling
-from eagle_jax.errors import InputError
+from eagle_jax.errors import InputError, check_least
 from eagle_jax.files import make_folder, read_kept, write_whole
 from eagle_jax.loading import LoadedTarget
 from eagle_jax.speculation.requests import check_seed
@@ -45,14 +45,7 @@ LEAST = 3  # prompts, for a bootstrap and for held-out folds
 
 def _check(f) -> list[int]:
   """Refuses bad flags; the node budgets, ascending."""
-  for name, least in (
-    ("limit", 0),
-    ("max_new_tokens", 16),
-    ("batch_size", 1),
-    ("speed_limit", 1),
-  ):
-    if f[name].value < least:
-      raise InputError(f"{name} {f[name].value} must be at least {least}")
+  check_least(f, limit=0, max_new_tokens=16, batch_size=1, speed_limit=1)
   check_seed(f.seed)
   loading.check_dtype(f.dtype)
   try:
